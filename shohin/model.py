@@ -7,7 +7,7 @@ __all__ = ['HF_NAMES', 'HF_OUTER', 'GPTConfig', 'RMSNorm', 'rope_tables', 'apply
            'SwiGLU', 'Block', 'Loss', 'lm_loss', 'GPT', 'attention_logits', 'to_hf_name', 'from_hf_name',
            'to_hf_state_dict', 'from_hf_state_dict', 'to_hf_config', 'from_hf_config']
 
-# %% ../nbs/11_model.ipynb #14589c9e
+# %% ../nbs/11_model.ipynb #fe585b66
 import math
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-try: from shohin.shards import UserError
-except ImportError:
-    class UserError(Exception): pass
+from .shards import UserError
 
 # %% ../nbs/11_model.ipynb #6e2e5f59
 @dataclass(frozen=True)
