@@ -6,10 +6,10 @@
 __all__ = ['OK', 'GUARDS', 'SETS', 'Decision', 'Guard', 'NonFiniteGuard', 'RatioGuard', 'LossRatioGuard', 'GradNormRatioGuard',
            'Breaker', 'LevelShiftGuard', 'GradNormLevelShiftGuard', 'vote', 'skip_line', 'make_guards', 'spec_of']
 
-# %% ../nbs/04_guards.ipynb #8b4da97b
+# %% ../nbs/04_guards.ipynb #95eb3864
 import math
 from dataclasses import dataclass, field, fields, replace
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import ClassVar
 
 from .shards import UserError
@@ -138,65 +138,70 @@ class Breaker(Guard):
         n = len(self.refused)
         return f"{n} of the last {self.window} updates skipped" if n >= self.limit else ""
 
-# %% ../nbs/04_guards.ipynb #0910c038
+# %% ../nbs/04_guards.ipynb #372e810c
 @dataclass
 class LevelShiftGuard(Guard):
-    """Refuse a value above `ratio` x mean, unless the refused values have become a level of their own.
+    """Refuse a value above `ratio` x EMA(`beta`) of the applied ones, unless the refused have become a level.
 
-    Active after `warmup` applied steps. Releases when `need` of the last `window` decisions, the current one included,
-    are refusals whose interquartile range is at most `spread` x their median. `again`: steps within which a second
-    release trips it."""
+    Active after `warmup` applied steps. Releases when `need` of the last `window` decisions, this one included, are
+    refusals whose interquartile range is at most `spread` x their median. A released level is accepted for `again`
+    steps, up to (1 + spread) x its height; a second release within them trips the guard."""
     name = "level-shift"
     signal: ClassVar[str] = "loss"
     ratio: float = 2.0
     beta: float = 0.98
     warmup: int = 16
     need: int = 16
-    window: int = 32
+    window: int = 128
     spread: float = 0.25
-    prior: int = 4
     again: int = 200
-    step: int = field(default=0, init=False)
-    mean: float | None = field(default=None, init=False)
-    seen: int = field(default=0, init=False)               # applied steps, for the warm-up
-    weight: int = field(default=0, init=False)             # observations behind the mean, for its rate
-    recent: list = field(default_factory=list, init=False) # last decisions: the value if refused, None if not
-    released: int | None = field(default=None, init=False) # step of the last release
+    step: int = field(default=0, init=False)             # decisions so far
+    applied: int = field(default=0, init=False)
+    ema: float | None = field(default=None, init=False)
+    refused: list = field(default_factory=list, init=False)     # the refused values still in the window
+    refused_at: list = field(default_factory=list, init=False)  # and their steps
+    level: float | None = field(default=None, init=False)       # the last level released
+    level_at: int | None = field(default=None, init=False)
     trip: str = field(default="", init=False)
 
     def decide(self, loss, grad_norm):
         value = loss if self.signal == "loss" else grad_norm
-        if self.seen < self.warmup: return OK
-        threshold = self.ratio * self.mean
-        if value <= threshold: return Decision(True, "ok", threshold, self.mean)
+        if self.applied < self.warmup: return OK
+        threshold = self.ratio * self.ema
+        if self._recently_released(): threshold = max(threshold, (1 + self.spread) * self.level)
+        if value <= threshold: return Decision(True, "ok", threshold, self.ema)
         level = self._new_level(value)
-        if level is None: return Decision(False, self.signal, threshold, self.mean)
+        if level is None: return Decision(False, self.signal, threshold, self.ema)
         reason = "release" if self.signal == "loss" else f"release:{self.signal}"
-        return Decision(True, reason, threshold, self.mean, to=level)
+        return Decision(True, reason, threshold, self.ema, to=level)
+
+    def _recently_released(self):
+        return self.level_at is not None and self.step + 1 - self.level_at <= self.again
 
     def _new_level(self, value):
         "The median of the refused values, `value` among them, if they are many and agree; otherwise None."
-        if not math.isfinite(value): return None
-        kept = [v for v in self.recent[-(self.window - 1):] if v is not None] + [value]
-        if len(kept) < self.need: return None
-        q1, middle, q3 = quantiles(kept, n=4, method="inclusive")
+        kept = [v for v, at in zip(self.refused, self.refused_at, strict=True) if at > self.step + 1 - self.window]
+        if len(kept) + 1 < self.need or not math.isfinite(value): return None
+        q1, middle, q3 = quantiles([*kept, value], n=4, method="inclusive")
         return middle if q3 - q1 <= self.spread * middle else None
 
     def update(self, loss, grad_norm, applied):
-        self.step += 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)): return
         value, mine = loss if self.signal == "loss" else grad_norm, self.decide(loss, grad_norm)
+        again = self._recently_released()
+        self.step += 1
         if applied and mine.to is not None:
-            if self.released is not None and self.step - self.released <= self.again:
-                self.trip = f"second level shift of {self.signal} within {self.again} steps ({mine.level:.2f}->{mine.to:.2f})"
-            self.mean, self.weight, self.recent, self.released = mine.to, self.prior, [], self.step
+            if again:
+                self.trip = (f"second level shift of the {self.signal} within {self.again} steps"
+                             f" ({mine.level:.2f}->{mine.to:.2f})")
+            self.ema, self.level, self.level_at, self.refused, self.refused_at = mine.to, mine.to, self.step, [], []
         elif applied:
-            self.seen, self.weight = min(self.seen + 1, self.warmup), self.weight + 1
-            rate = max(1 - self.beta, 1 / self.weight)
-            self.mean = value if self.mean is None else (1 - rate) * self.mean + rate * value
-            self.recent = [*self.recent, None][-self.window:]
-        else:
-            self.recent = [*self.recent, None if mine.apply else value][-self.window:]
+            self.applied += 1
+            self.ema = value if self.ema is None else self.beta * self.ema + (1 - self.beta) * value
+        elif not mine.apply or mine.to is not None:
+            self.refused.append(value); self.refused_at.append(self.step)
+        while self.refused_at and self.refused_at[0] <= self.step - self.window:
+            self.refused.pop(0); self.refused_at.pop(0)
 
     @property
     def tripped(self):
@@ -204,9 +209,10 @@ class LevelShiftGuard(Guard):
 
 @dataclass
 class GradNormLevelShiftGuard(LevelShiftGuard):
-    """The same on the gradient norm, at the seed's ratio of 8."""
+    """The same on the gradient norm, at the seed's ratio of 8; norms scatter more than losses do."""
     name, signal = "gnorm-level-shift", "gnorm"
     ratio: float = 8.0
+    spread: float = 0.5
 
 # %% ../nbs/04_guards.ipynb #53b3acb9
 def vote(guards: list, loss: float, grad_norm: float) -> Decision:
