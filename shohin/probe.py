@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['undisturbed', 'Probe', 'decompose']
 
-# %% ../nbs/14_probe.ipynb #779ea625
+# %% ../nbs/14_probe.ipynb #a7a76acc
 import hashlib
 import math
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .shards import UserError, open_shard
+from .shards import UserError, _inside, open_shard
 
 # %% ../nbs/14_probe.ipynb #e163e089
 @contextmanager
@@ -28,7 +28,7 @@ def undisturbed(model: torch.nn.Module):
     finally:
         for m, training in flags: m.training = training
 
-# %% ../nbs/14_probe.ipynb #87f691e0
+# %% ../nbs/14_probe.ipynb #dfa86243
 class Probe:
     """Held-out rows of every domain in `manifest.meta['probes']`: {domain: {path, tokens, bytes, sha256}}.
 
@@ -76,7 +76,7 @@ class Probe:
 
 def _read_probe(manifest, domain, entry):
     "The tokens of one probe file, checked against the manifest."
-    tokens = open_shard(manifest.root / entry["path"]).read(0, entry["tokens"])
+    tokens = open_shard(_inside(manifest.root, entry["path"])).read(0, entry["tokens"])
     found = hashlib.sha256(tokens.astype(tokens.dtype.newbyteorder("<")).tobytes()).hexdigest()
     if found != entry["sha256"]:
         raise UserError(f"probe {domain}: {entry['path']} is not the file that the manifest describes; build the corpus again")
