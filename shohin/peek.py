@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['visible_runs', 'visible', 'visible_html', 'bytes_decoder', 'tiktoken_decoder', 'hf_decoder', 'make_decoder',
-           'token_stats', 'text_stats', 'row_stats', 'batch_stats', 'rank_rows', 'Doc', 'Row', 'split_docs',
-           'PeekBatch', 'PeekResult', 'describe', 'render', 'to_html', 'peek']
+           'token_stats', 'text_stats', 'row_stats', 'batch_stats', 'Doc', 'Row', 'split_docs', 'PeekBatch',
+           'PeekResult', 'describe', 'render', 'to_html', 'peek']
 
-# %% ../nbs/03_peek.ipynb #e2d80c5c
+# %% ../nbs/03_peek.ipynb #4963f9ca
 import base64
 import html
 import json
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .order import rank_slice
 from .shards import Manifest, UserError
 
 # %% ../nbs/03_peek.ipynb #980867dc
@@ -138,14 +139,6 @@ def _pool(tokens, texts, eos, rows=None):
     of = lambda k: [r[k] for r in rows]
     return row_stats(tokens, ''.join(texts), eos) | dict(longest_run=max(of('longest_run')),
         entropy_min=min(of('entropy')), entropy_max=max(of('entropy')), zlib_min=min(of('zlib')), zlib_max=max(of('zlib')))
-
-# %% ../nbs/03_peek.ipynb #285dc8c8
-def rank_rows(batch_size: int, rank: int, world: int) -> slice:
-    "The rows of a global batch of `batch_size` that rank `rank` of `world` reads."
-    if not (world >= 1 and 0 <= rank < world):
-        raise UserError(f'rank {rank} of {world} does not exist: ranks are counted 0 to {max(world, 1) - 1}')
-    if batch_size % world: raise UserError(f'a batch of {batch_size} rows does not divide over {world} ranks')
-    return slice(rank * batch_size // world, (rank + 1) * batch_size // world)
 
 # %% ../nbs/03_peek.ipynb #7073de1a
 @dataclass(frozen=True)
@@ -280,10 +273,10 @@ overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace;tab-size:4;unicode-
 .esc{color:var(--esc)}.bound{color:var(--dim);font-size:.8rem}
 '''
 
-# %% ../nbs/03_peek.ipynb #4879efa1
+# %% ../nbs/03_peek.ipynb #ffece28b
 def _html_row(r: Row) -> str:
     docs = ''.join(f'<p class="bound">document, tokens {d.start:,} to {d.stop:,}{"" if d.opens else ", begun before this row"}'
-                   f'{"" if d.closes else ", goes on after it"}</p><pre dir="auto">{visible_html(d.text)}</pre>' for d in r.docs)
+                   f'{"" if d.closes else ", goes on after it"}</p><pre dir="auto">\n{visible_html(d.text)}</pre>' for d in r.docs)
     return (f'<section><h3>Row {r.row}: <span class="domain">{visible_html(r.domain, "")}</span></h3>'
             f'<p class="dim">{visible_html(_headline(r), "")}</p><p class="dim">{" · ".join(describe(r.stats))}</p>{docs}</section>')
 
@@ -319,12 +312,14 @@ def _read_batch(manifest: Manifest, order, step: int, rows: slice, decode: Calla
     stats = _pool(np.stack([r.tokens for r in read]), texts, manifest.eos, [r.stats for r in read])
     return PeekBatch(step, read, {d: n for d, n in domains.items() if n}, stats)
 
-# %% ../nbs/03_peek.ipynb #edb83b12
+# %% ../nbs/03_peek.ipynb #1c3b3b5d
 def peek(manifest: Manifest, order, step: int, rank: int = 0, world: int = 1, around: int = 0, tokenizer=None) -> PeekResult:
     """What rank `rank` of `world` reads in `step`, and in `around` steps before and after it.
     `tokenizer`: another vocabulary than the manifest's, as a path or a function ids -> text."""
-    if step < 0 or around < 0: raise UserError(f'step {step} does not exist: steps are counted from 0')
+    if around < 0: raise UserError(f'around={around}: give the number of steps to show on each side')
     decode = make_decoder(tokenizer) if tokenizer else make_decoder(manifest.tokenizer, manifest.root)
-    rows = rank_rows(order.batch_size, rank, world)
-    batches = tuple(_read_batch(manifest, order, s, rows, decode) for s in range(max(step - around, 0), step + around + 1))
+    rows = rank_slice(order.batch_size, rank, world)
+    asked = _read_batch(manifest, order, step, rows, decode)   # first: this is the step an error should be about
+    stop = step + around + 1 if order.end is None else min(step + around + 1, order.end)
+    batches = tuple(asked if s == step else _read_batch(manifest, order, s, rows, decode) for s in range(max(step - around, 0), stop))
     return PeekResult(step, rank, world, manifest.hash, order.spec(), batches)
