@@ -133,13 +133,13 @@ def _records(rows) -> list[dict]:
     if isinstance(rows, dict): return [{"": k, **v} if isinstance(v, dict) else {"": k, "value": v} for k, v in rows.items()]
     return [dict(r) for r in rows]
 
-# %% ../nbs/41_report.ipynb #d63c68c4
+# %% ../nbs/41_report.ipynb #3c28e0f7
 def _table(rows, caption: str, columns=None):
     "HTML and plain text of a table: the first column names the row, numbers stand to the right."
     records = _records(rows)
     keys = list(columns or dict.fromkeys(k for r in records for k in r))
     heads = [(columns[k] if isinstance(columns, dict) else human(k)) for k in keys]
-    is_text = {k: any(isinstance(r.get(k), (str, list, tuple, dict)) for r in records) for k in keys}
+    is_text = {k: any(isinstance(r.get(k), (str, list, tuple, dict)) and not hasattr(r[k], "__html__") for r in records) for k in keys}
     cells = [[(r.get(k) if hasattr(r.get(k), "__html__") else number(r.get(k))) for k in keys] for r in records]
     plain = [[re.sub(r"<[^>]*>", "", str(c)) for c in row] for row in cells]
     width = [max(len(str(h)), *(len(r[i]) for r in plain), 1) if plain else len(str(h)) for i, h in enumerate(heads)]
@@ -225,7 +225,7 @@ def reading(row: dict) -> str:
     top = max(counts, key=counts.get, default="mixed")
     return top if counts and counts[top] * 3 >= 2 * sum(counts.values()) else "mixed"
 
-# %% ../nbs/41_report.ipynb #68d72a7f
+# %% ../nbs/41_report.ipynb #269b54e5
 def _stretches(names: list[str]) -> list[tuple[int, int, str]]:
     "Runs of equal names as (start, stop, name)."
     edges = [0, *(i for i in range(1, len(names)) if names[i] != names[i - 1]), len(names)]
@@ -239,13 +239,14 @@ def plot_loss(ax, log, domain=None, key: str = "loss", points: int = 600, label:
     names = [domain or reading(r) for r in rows]
     seen = set(ax.get_legend_handles_labels()[1])
     for a, b, name in _stretches(names):
-        x, z = thin(step[a:b + 1], y[a:b + 1], max(12, points * (b - a) // len(rows)))  # one step on: stretches join
+        a = max(a - 1, 0)  # from the last step of the stretch before: the jump has the colour of what caused it
+        x, z = thin(step[a:b], y[a:b], max(12, points * (b - a) // len(rows)))
         ax.plot(x, z, color=domain_color(name), lw=1.2, label=human(name) if label and human(name) not in seen else None)
         seen.add(human(name))
-    skipped = ~applied_mask([r.get("decision") for r in rows])
-    if skipped.any():
-        x, z = thin(step[skipped], y[skipped], 150)
-        ax.plot(x, z, "x", color=SKIP_COLOR, ms=4, mew=1, label=None if "skipped" in seen or not label else "skipped")
+    skipped = step[~applied_mask([r.get("decision") for r in rows])]
+    if len(skipped):  # a rug on the axis: 300 skips in a row drawn on the curve would hide it
+        ax.plot(skipped, np.full(len(skipped), .025), "|", transform=ax.get_xaxis_transform(), color=SKIP_COLOR, ms=7, mew=.8,
+                label=None if "skipped" in seen or not label else "skipped")
     ax.set(xlabel="step", ylabel=human(key))
     return ax
 
@@ -354,7 +355,7 @@ def _label(source: str) -> str:
     first = source.strip().splitlines()[0] if source.strip() else ""
     return first.lstrip("# ").strip() if first.startswith("#") else "Code"
 
-# %% ../nbs/41_report.ipynb #ebaf4331
+# %% ../nbs/41_report.ipynb #471954d4
 def _page(nb, result: dict, name: str) -> str:
     "One experiment as a self-contained page."
     from markupsafe import Markup
@@ -363,18 +364,18 @@ def _page(nb, result: dict, name: str) -> str:
     import jinja2
     title, summary = _tidy(nb)
     toc, taken = [], {"main", "claims", "made"}
-    claims_shown = any("data-json" in o.get("data", {}).get("text/html", "") and 'class="claims"' in o["data"]["text/html"]
-                       for c in nb.cells if c.cell_type == "code" for o in c.outputs)
+    markup = "".join(o.get("data", {}).get("text/html", "") for c in nb.cells if c.cell_type == "code" for o in c.outputs)
+    unshown = [c for c in result["claims"] if f'data-json="{result["experiment"]}:claims.{c["id"]}.verdict"' not in markup]
     exporter = HTMLExporter(extra_loaders=[jinja2.FileSystemLoader(ASSETS)], template_file="page.html.j2")
     exporter.environment.autoescape = True  # before the template is loaded: nbconvert leaves it off
     exporter.environment.filters |= FILTERS | {
         "prose": lambda s, trusted=True: _prose(s, trusted, toc, taken), "code": _highlight, "label": _label,
         "plain": strip_ansi, "ours": Markup, "data_uri": _data_uri}
-    shared = dict(title=title, summary=summary, result=result, claims=[] if claims_shown else result["claims"],
-                  claims_html=_render("claims.html.j2", result=result, claims=result["claims"]), css=Markup((ASSETS / "style.css").read_text()),
+    shared = dict(title=title, summary=summary, result=result, claims=_render("claims.html.j2", result=result, claims=unshown) if unshown else "",
+                  css=Markup((ASSETS / "style.css").read_text()),
                   digest=_digest(result), toc=toc)
-    body, _ = exporter.from_notebook_node(nb, {"shohin": shared, "metadata": {"name": name}})
-    return body
+    exporter.environment.globals["s"] = shared  # not as a resource: those are copied, and the contents fill as it renders
+    return exporter.from_notebook_node(nb, {"metadata": {"name": name}})[0]
 
 def _data_uri(data: str, mime: str) -> str:
     "An image as the page carries it. As an <img> an SVG can run nothing, and two figures' ids never meet."
@@ -384,7 +385,7 @@ def _digest(result: dict) -> str:
     "SHA-256 of the results a page was made from."
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
-# %% ../nbs/41_report.ipynb #2a9d503b
+# %% ../nbs/41_report.ipynb #a38f74f9
 def _index(results: list[dict], titles: dict) -> str:
     "The front page: what this is, each experiment's answer, every claim, and what it was all made from."
     from markupsafe import Markup
@@ -395,9 +396,9 @@ def _index(results: list[dict], titles: dict) -> str:
                        css=Markup((ASSETS / "style.css").read_text()), script=Markup(script), script_hash=digest))
 
 def _head_of(page: str) -> tuple[str, str]:
-    "(title, summary) of a page that is there already."
-    found = {k: re.search(rf'<meta name="shohin-{k}" content="([^"]*)"', page) for k in ("title", "summary")}
-    return tuple(html.unescape(m[1]) if m else "" for m in found.values())
+    "(title, summary) of a page."
+    meta = _Reader(page).meta
+    return meta.get("shohin-title", ""), meta.get("shohin-summary", "")
 
 # %% ../nbs/41_report.ipynb #c030c393
 def build_site(notebooks, results_dir, out) -> Path:
@@ -431,24 +432,25 @@ def _write(path: Path, text: str):
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 
-# %% ../nbs/41_report.ipynb #8dfc7d8e
+# %% ../nbs/41_report.ipynb #8e721872
 class _Reader(HTMLParser):
-    "What `check_pages` wants of a page: cited values, the digest, headings, and every address it would load."
-    def __init__(self):
+    "What `check_pages` wants of a page: cited values (path, value, text), named metadata, headings, what it would load."
+    def __init__(self, page: str):
         super().__init__()
-        self.cited, self.loads, self.h1, self.digest, self._open = [], [], 0, None, None
+        self.cited, self.loads, self.meta, self.h1, self._open = [], [], {}, 0, None
+        self.feed(page)
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
         self.h1 += tag == "h1"
         if tag == "data": self._open = [a.get("data-json"), a.get("value"), ""]
-        if tag == "meta" and a.get("name") == "shohin-result": self.digest = a["content"]
+        if tag == "meta" and "name" in a: self.meta[a["name"]] = a.get("content", "")
         if tag != "a": self.loads += [v for k, v in attrs if k in ("src", "href", "srcset") and not v.startswith("data:")]
     def handle_data(self, data):
         if self._open: self._open[2] += data
     def handle_endtag(self, tag):
         if tag == "data" and self._open: self.cited.append(tuple(self._open)); self._open = None
 
-# %% ../nbs/41_report.ipynb #9d7945d3
+# %% ../nbs/41_report.ipynb #29398f2e
 def check_pages(site) -> list[str]:
     """Problems of a site, none if it is sound: a page that was not made from the results file beside it, a number
     or verdict that differs from it, a claim that is missing, a page without its file (or the other way round),
@@ -456,8 +458,7 @@ def check_pages(site) -> list[str]:
     site, problems, read = Path(site), [], {}
     results = {p.stem: json.loads(p.read_text()) for p in sorted((site / "results").glob("*.json"))}
     for path in sorted(site.glob("*.html")):
-        read[path.stem] = page = _Reader()
-        page.feed(path.read_text(encoding="utf-8"))
+        read[path.stem] = page = _Reader(path.read_text(encoding="utf-8"))
         say = lambda text, name=path.name: problems.append(f"{name}: {text}")
         if page.h1 != 1: say(f"has {page.h1} h1 headings, needs one")
         if page.loads: say(f"would load {page.loads[0]}")
@@ -468,7 +469,7 @@ def check_pages(site) -> list[str]:
             if json.loads(value) != true or text.strip() != number(true): say(f"says {text.strip()} for {where}, the results say {number(true)}")
     for name, result in results.items():
         if name not in read: problems.append(f"{name}.json: has no page"); continue
-        if read[name].digest != _digest(result): problems.append(f"{name}.html: was made from other results than {name}.json")
+        if read[name].meta.get("shohin-result") != _digest(result): problems.append(f"{name}.html: was made from other results than {name}.json")
         for c in result["claims"]:
             key = f"{name}:claims.{c['id']}.verdict"
             problems += [f"{p}.html: lacks the claim {c['id']}" for p in (name, "index") if p in read and key not in {w for w, _, _ in read[p].cited}]
