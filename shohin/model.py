@@ -102,20 +102,19 @@ def apply_rope(x, cos, sin):
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a*cos - b*sin, b*cos + a*sin), dim=-1)
 
-# %% ../nbs/11_model.ipynb #3c4f5f42
+# %% ../nbs/11_model.ipynb #75d004af
 @torch.no_grad()
-def max_attention_logit(q, k, block=128):
+def max_attention_logit(q, k, block=64):
     "Largest |q.k|/sqrt(D) under the causal mask, per query head (H,); q (B, H, T, D), k (B, K, T, D), H a multiple of K."
     (B, H, T, D), K = q.shape, k.shape[1]
-    q, k = q.reshape(B, K, H//K, T, D), k.unsqueeze(2)
-    peak = q.new_zeros(B, K, H//K)
+    q, k = q.reshape(B*K, H//K, T, D), k.reshape(B*K, T, D).mT
+    peak = q.new_zeros(B*K, H//K)
     for s in range(0, T, block):
         e = min(s+block, T)
-        S = q[..., s:e, :] @ k[..., :e, :].mT                      # (B, K, H/K, e-s, e)
-        S[..., s:].tril_()                                         # zero never exceeds a peak of absolute values
-        lo, hi = S.flatten(-2).aminmax(dim=-1)
-        peak = torch.maximum(peak, torch.maximum(hi, -lo))
-    return peak.amax(0).flatten() / math.sqrt(D)
+        S = torch.bmm(q[:, :, s:e].reshape(B*K, -1, D), k[:, :, :e]).view(B*K, H//K, e-s, e)
+        S[..., s:].tril_()                                         # a zero never exceeds an absolute value
+        peak = torch.maximum(peak, S.abs_().flatten(2).amax(2))
+    return peak.view(B, H).amax(0) / math.sqrt(D)
 
 # %% ../nbs/11_model.ipynb #46abf65f
 def causal_attention(q, k, v):

@@ -78,7 +78,7 @@ def largest_difference(model, hf, seed=1):
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_same_logits_as_hugging_face(qk_norm, shape, float64):
     model = loud(GPTConfig(**SMALL | shape, qk_norm=qk_norm))
-    assert largest_difference(model, hugging_face(model)) < 1e-5
+    assert largest_difference(model, hugging_face(model)) < 1e-10
 
 
 # Mutants: each replaces one line of our attention by the plausible mistake. The comparison above must see every one.
@@ -141,8 +141,8 @@ def test_a_config_that_cannot_be_is_one_line(bad, says):
 def test_a_config_from_a_file():
     d = json.loads(json.dumps(SMALL))
     assert GPTConfig.from_dict(d) == GPTConfig(**SMALL)
-    with pytest.raises(UserError, match="model.n_heads: no such field"): GPTConfig.from_dict(d | dict(n_heads=6))
-    with pytest.raises(UserError, match="model.d_ff is missing"): GPTConfig.from_dict({k: v for k, v in d.items() if k != "d_ff"})
+    with pytest.raises(UserError, match=r"model\.n_heads: no such field"): GPTConfig.from_dict(d | dict(n_heads=6))
+    with pytest.raises(UserError, match=r"model\.d_ff is missing"): GPTConfig.from_dict({k: v for k, v in d.items() if k != "d_ff"})
 
 
 def test_weights_are_a_function_of_the_seed_alone():
@@ -210,7 +210,7 @@ def test_watching_changes_nothing_and_ends_with_the_context():
     assert torch.equal(plain, watched) and peaks.shape == (3, 6) and (seen > 0).all() and torch.equal(seen, peaks)
     model.loss(rows)
     assert torch.equal(seen, peaks) and model.peaks is None
-    with pytest.raises(ZeroDivisionError), attention_logits(model): 1/0
+    with pytest.raises(ZeroDivisionError), attention_logits(model): raise ZeroDivisionError
     assert model.peaks is None
 
 
@@ -222,7 +222,7 @@ def test_the_future_changes_nothing():
 
 
 def test_a_row_longer_than_the_tables_is_refused():
-    with pytest.raises(UserError, match="rows of 65 tokens, but model.seq_len=64"): GPT(GPTConfig(**SMALL))(torch.zeros(1, 65, dtype=torch.long))
+    with pytest.raises(UserError, match=r"rows of 65 tokens, but model\.seq_len=64"): GPT(GPTConfig(**SMALL))(torch.zeros(1, 65, dtype=torch.long))
 
 
 @pytest.mark.parametrize("qk_norm, tied", [(True, True), (True, False), (False, True), (False, False)])
@@ -234,7 +234,7 @@ def test_a_hugging_face_checkpoint_comes_in(qk_norm, tied, tmp_path, float64):
     hf.save_pretrained(tmp_path)
     model = GPT(from_hf_config(json.loads((tmp_path/"config.json").read_text()))).double()
     model.load_state_dict(from_hf_state_dict(load_file(tmp_path/"model.safetensors")))
-    assert largest_difference(model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")) < 1e-5
+    assert largest_difference(model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")) < 1e-10
 
 
 @pytest.mark.parametrize("change, says", [
@@ -251,4 +251,4 @@ def test_what_this_model_cannot_express_is_refused(change, says):
 
 def test_a_tensor_without_a_place_is_refused():
     state = to_hf_state_dict(GPT(GPTConfig(**SMALL))) | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(96)}
-    with pytest.raises(UserError, match="q_proj.bias: this model has no such tensor"): from_hf_state_dict(state)
+    with pytest.raises(UserError, match=r"q_proj\.bias: this model has no such tensor"): from_hf_state_dict(state)
