@@ -364,7 +364,7 @@ def find_data_seed(manifest, pattern, limit=1_000_000):
         if all(domain[i] == d for i, d in zip(_shuffle(ids, seed), pattern)): return seed
     raise UserError(f'no data_seed below {limit:,} starts with {", ".join(pattern)}: shorten the pattern')
 
-# %% ../nbs/02_order.ipynb #3960c663
+# %% ../nbs/02_order.ipynb #d20a2a9f
 class RoundRobinOrder(Order):
     """Row i of a batch comes from domain i mod D; each domain reads its own shards one after another, shuffled anew
     for every epoch. A restart goes back to the front of every stream."""
@@ -399,6 +399,10 @@ class RoundRobinOrder(Order):
         return shard, row
 
     def _prefix(self, k): return k[:, None] // self.batch_size * self.per_step  # whole batches only
+
+    def domain_rows(self, start, stop):
+        start, stop = self._check_range(start, stop)
+        return np.tile(np.arange(self.batch_size) % len(self.domains), (stop - start, 1))
 
     def _remaining(self, step):
         ends = [*self._restarts[1:].tolist(), step]
