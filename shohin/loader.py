@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['Batch', 'Loader']
 
-# %% ../nbs/10_loader.ipynb #8706d065
+# %% ../nbs/10_loader.ipynb #9c42428d
 import json
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +32,13 @@ def _differences(saved, now, name: str = '') -> list[str]:
         return [d for k in dict.fromkeys([*saved, *now]) for d in _differences(saved.get(k), now.get(k), f'{name}.{k}' if name else str(k))]
     return [] if saved == now else [f'{name}: saved {json.dumps(saved):.80}, now {json.dumps(now):.80}']
 
-# %% ../nbs/10_loader.ipynb #de95ec94
+# %% ../nbs/10_loader.ipynb #2e3702b7
 class Loader(IterableDataset):
     """Batches of `order` over `manifest` for rank `rank` of `world`: steps `step`, `step`+1, ... up to `stop` (None: for ever).
     Give it to `DataLoader(loader, batch_size=None, num_workers=n)`; it makes whole batches itself."""
     def __init__(self, order, manifest: Manifest, rank: int = 0, world: int = 1, step: int = 0, stop: int | None = None):
         order.check(step)
+        if world < 1: raise UserError(f'a run has at least one rank, not {world} ranks')
         self.order, self.manifest, self.stop = order, manifest, stop
         self.rows = rank_slice(order.batch_size, rank, world)
         self._start = self._at = (step, 0, 1)  # (next step, worker, workers) to begin with, and of the newest iterator
@@ -44,13 +46,12 @@ class Loader(IterableDataset):
     def batch(self, step: int) -> Batch:
         "The rows this rank reads in `step`, whatever was read before."
         spans = self.order.spans(step)
-        domains = {}
-        for s in spans: domains[s.domain] = domains.get(s.domain, 0) + 1
+        counts = Counter(s.domain for s in spans)
         spans = tuple(spans[self.rows])
         tokens = np.empty((len(spans), self.order.seq_len + 1), np.int64)
         for row, s in zip(tokens, spans, strict=True): row[:] = self.manifest.read(s.shard, s.start, s.stop)
         if tokens.max() >= self.manifest.vocab_size: self._refuse(tokens, spans)
-        return Batch(torch.from_numpy(tokens), spans, step, domains)
+        return Batch(torch.from_numpy(tokens), spans, step, {d: counts[d] for d in self.manifest.domains if counts[d]})
 
     def _refuse(self, tokens, spans):
         row, at = np.argwhere(tokens >= self.manifest.vocab_size)[0]

@@ -111,17 +111,17 @@ def token_stats(tokens: np.ndarray, eos: int | None = None) -> dict:
     return dict(tokens=len(tokens), distinct=len(counts), entropy=float(abs(-(p * np.log2(p)).sum())),
                 eos=int((tokens == eos).sum()) if eos is not None else 0, longest_run=longest)
 
-# %% ../nbs/03_peek.ipynb #3f11cf3f
-_LATEX, _SPACE = [np.array([ord(c) for c in s], np.uint32) for s in ('\\{}$^_&', ' \t\n\r\f\v')]
+# %% ../nbs/03_peek.ipynb #e6fa2933
+_DIGITS, _SPACE, _LATEX = ([ord(c) for c in chars] for chars in ('0123456789', ' \t\n\r\f\v', '\\{}$^_&'))
 
 def text_stats(text: str) -> dict:
-    "Shares of the characters that are digits, whitespace, non-ASCII or LaTeX-like (\\\\{}$^_&), and zlib's ratio."
+    "Shares of the characters that are digits, whitespace, non-ASCII or LaTeX-like (\\{}$^_&), and zlib's ratio."
     raw = text.encode('utf-8', 'surrogatepass')
-    c = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')
-    n = max(len(c), 1)
-    share = lambda mask: float(mask.sum() / n)
-    return dict(digits=share((c >= 48) & (c <= 57)), whitespace=share(np.isin(c, _SPACE)), non_ascii=share(c > 127),
-                latex=share(np.isin(c, _LATEX)), zlib=len(zlib.compress(raw)) / len(raw) if raw else 1.)
+    chars = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')
+    counts = np.bincount(np.minimum(chars, 128), minlength=129)  # how often each ASCII character, and all others together
+    share = lambda codes: float(counts[codes].sum() / max(len(chars), 1))
+    return dict(digits=share(_DIGITS), whitespace=share(_SPACE), non_ascii=share([128]), latex=share(_LATEX),
+                zlib=len(zlib.compress(raw)) / len(raw) if raw else 1.)
 
 # %% ../nbs/03_peek.ipynb #52e9f3a2
 def row_stats(tokens: np.ndarray, text: str, eos: int | None = None) -> dict:
@@ -312,12 +312,13 @@ def _read_batch(manifest: Manifest, order, step: int, rows: slice, decode: Calla
     stats = _pool(np.stack([r.tokens for r in read]), texts, manifest.eos, [r.stats for r in read])
     return PeekBatch(step, read, {d: n for d, n in domains.items() if n}, stats)
 
-# %% ../nbs/03_peek.ipynb #1c3b3b5d
+# %% ../nbs/03_peek.ipynb #2ce3bf6e
 def peek(manifest: Manifest, order, step: int, rank: int = 0, world: int = 1, around: int = 0, tokenizer=None) -> PeekResult:
     """What rank `rank` of `world` reads in `step`, and in `around` steps before and after it.
     `tokenizer`: another vocabulary than the manifest's, as a path or a function ids -> text."""
     if around < 0: raise UserError(f'around={around}: give the number of steps to show on each side')
     decode = make_decoder(tokenizer) if tokenizer else make_decoder(manifest.tokenizer, manifest.root)
+    if world < 1: raise UserError(f'a run has at least one rank, not {world} ranks')
     rows = rank_slice(order.batch_size, rank, world)
     asked = _read_batch(manifest, order, step, rows, decode)   # first: this is the step an error should be about
     stop = step + around + 1 if order.end is None else min(step + around + 1, order.end)
