@@ -57,7 +57,7 @@ class RowIndex:
         shard = self.by_domain[d][np.searchsorted(self.ends[d], r, side='right')]
         return shard, r - self.first[shard]
 
-# %% ../nbs/02_order.ipynb #c028ca01
+# %% ../nbs/02_order.ipynb #1d4456ec
 MAX_STEP = 1 << 40  # keeps step * batch_size inside 64 bits up to batches of 2^22 rows
 
 class Order:
@@ -118,6 +118,11 @@ class Order:
         start, stop = self._check_range(start, stop)
         k = self._position(np.arange(start, stop, dtype=np.int64)) * self.batch_size
         return self._prefix(k + self.batch_size) - self._prefix(k)
+
+    def target(self, start, stop):
+        "The mix this order is meant to have in steps start..stop: [(first step, shares (D,) summing to 1), ...]."
+        rows = self._prefix(np.array([0, self.batch_size]))[1]
+        return [(start, rows / rows.sum())]
 
     def boundaries(self, start, stop):
         "Steps at which a one-domain stream changes domain; empty for orders that mix."
@@ -293,7 +298,7 @@ def _shuffle(ids, data_seed):
     random.Random(data_seed).shuffle(order)
     return tuple(ids[i] for i in order)
 
-# %% ../nbs/02_order.ipynb #9b9575bb
+# %% ../nbs/02_order.ipynb #590d9dd2
 class ContiguousOrder(Order):
     """Each shard read to its end, in shuffled (or `plan`) order, then again from the front.
 
@@ -325,6 +330,11 @@ class ContiguousOrder(Order):
         return [r for a, b in zip(self._restarts.tolist(), ends) if a < step for r in self._stream.reads((min(b, step) - a) * self.batch_size)]
 
     def _remaining(self, step): return _least_read(self.index, self.carry, self._reads(step))
+
+    def target(self, start, stop):
+        "The mix of the whole plan: what a shuffle of rows instead of shards would give."
+        rows = self._full.prefix(np.array([self._full.size]))[0]
+        return [(start, rows / rows.sum())]
 
     def boundaries(self, start, stop):
         "Steps in start..stop at which the domain of the stream changes, as `Boundary`s; a restart can be one."
@@ -536,7 +546,7 @@ def integer_weights(weights, domains):
         if w and not i: raise UserError(f'the weight of {d!r} is {float(w / total):.1e} of the mix and would round to nothing: raise it or set it to 0')
     return ints
 
-# %% ../nbs/02_order.ipynb #a9e979a2
+# %% ../nbs/02_order.ipynb #7767c2c7
 class InterleavedOrder(Order):
     """Domains apportioned by `Mix`, each read in a keyed permutation that is new every epoch.
 
@@ -635,6 +645,10 @@ class InterleavedOrder(Order):
                 out.append((Tail(whole, self._keys(d, done + 1 + e), r) if r else whole, done + 1 + e))
         return out
 
+    def target(self, start, stop):
+        first = [(self.start + k // self.batch_size, mix.weights / mix.total) for k, _, mix in self._stages]
+        return [(max(s, start), w) for i, (s, w) in enumerate(first) if s < stop and (i + 1 == len(first) or first[i + 1][0] > start)]
+
     def _find_end(self):
         "Set `end` to the first step at which a domain would pass its max_epochs."
         self.end, self.end_why = None, ''
@@ -660,7 +674,7 @@ class InterleavedOrder(Order):
         w = [' : '.join(f'{d} {x}' for d, x in zip(self.domains, ints)) for _, ints in self.stages]
         return super().describe() + ', ' + '; '.join(f'from step {s} {x}' if s else x for (s, _), x in zip(self.stages, w))
 
-# %% ../nbs/02_order.ipynb #0e6bedb3
+# %% ../nbs/02_order.ipynb #89a22a4a
 class SwitchedOrder(Order):
     "`old` before `step`, `new` from `step` on; made by `switch`."
     kind = 'switch'
@@ -680,6 +694,7 @@ class SwitchedOrder(Order):
         parts = [o.rows(a, b) for o, a, b in self._parts(start, stop)]
         return tuple(np.concatenate(x) for x in zip(*parts))
 
+    def target(self, start, stop): return [t for o, a, b in self._parts(start, stop) for t in o.target(a, b)]
     def domain_rows(self, start, stop): return np.concatenate([o.domain_rows(a, b) for o, a, b in self._parts(start, stop)])
     def domain_counts(self, start, stop): return np.concatenate([o.domain_counts(a, b) for o, a, b in self._parts(start, stop)])
     def _remaining(self, step): return self.old._remaining(step) if step < self.step else self.new._remaining(step)
