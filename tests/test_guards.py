@@ -2,13 +2,15 @@
 import json
 import math
 import random
+import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shohin.guards import GUARDS, SETS, Decision, LevelShiftGuard, make_guards, skip_line, spec_of, vote
+from shohin.guards import GUARDS, RULES, SETS, Decision, LevelShiftGuard, make_guards, replay, skip_line, spec_of, vote
 from shohin.shards import UserError
 
 OURS = ["none", "seed", "seed-loss", "seed-capped", "default"]
@@ -253,3 +255,153 @@ def test_lines_are_the_seeds():
     assert skip_line(5, Decision(False, "nonfinite", skips=2), math.nan, .3) == \
         "[skip:nonfinite] step 5 loss nan gnorm 0.30 skips=2"
     assert skip_line(5, Decision(True, "ok", 2.2, 1.1), 1.0, .3) == ""
+
+
+# --- the rules of other trainers, against their own arithmetic ------------------------------------------------------
+
+def trace_with_spikes(n=700, seed=0):
+    rng = np.random.default_rng(seed)
+    losses, gnorms = 2 * np.exp(rng.normal(0, .03, n)), .1 * np.exp(rng.normal(0, .15, n))
+    losses[[150, 151, 300, 420]] += [3, 2, .4, 9]
+    gnorms[[200, 300, 500]] *= [30, 4, 2]
+    losses[600:] *= 1.8
+    return losses, gnorms
+
+
+@pytest.mark.parametrize("name, ddof, floor, first", [("olmo", 1, 0, 63), ("levanter", 0, 1e-6, 64)])
+def test_the_windowed_rules_are_their_formula_over_the_whole_trace(name, ddof, floor, first):
+    losses, gnorms = trace_with_spikes()
+    r = replay(name, losses, gnorms)
+    for i in range(len(losses)):
+        if i < first:
+            assert r.applied[i] and np.isnan(r.threshold[i])
+            continue
+        past = slice(max(0, i - 128), i)
+        limits = [x[past].mean() + 6 * max(x[past].std(ddof=ddof), floor) for x in (losses, gnorms)]
+        assert r.applied[i] == (losses[i] <= limits[0] and gnorms[i] <= limits[1])
+        assert r.threshold[i] == pytest.approx(limits[1 if r.reason[i] == "gnorm" else 0], rel=1e-9)
+    assert {150, 200, 420} <= set(r.refused.tolist()) and r.frozen is None
+
+
+@pytest.mark.parametrize("name", ["olmo", "levanter"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_non_finite_value_blocks_a_windowed_rule_for_128_steps(name, bad):
+    losses, gnorms = trace_with_spikes()
+    losses[300:] = 2.0 + .01 * np.sin(np.arange(400))
+    gnorms[300:] = .1 + .001 * np.sin(np.arange(400))
+    losses[350] = bad
+    refused = replay(name, losses, gnorms).refused
+    assert [i for i in refused if i > 340] == list(range(350 + (bad < 0), 350 + 129))
+
+
+def test_levanter_has_a_floor_where_olmo_refuses_the_last_digit():
+    losses = [2.0] * 100 + [2.0 + 1e-9]
+    assert not replay("olmo", losses, [.125] * 101).applied[-1]
+    assert replay("levanter", losses, [.125] * 101).applied[-1]
+
+
+def test_llmc_is_its_formula_and_is_silent_until_the_window_is_full():
+    losses, gnorms = trace_with_spikes()
+    r = replay({"guard": "llmc", "sl": 3.0, "sg": 6.0}, losses, gnorms)
+    for i in range(len(losses)):
+        if i < 128:
+            assert r.applied[i]
+            continue
+        zs = [(x[i] - x[i - 127:i + 1].mean()) / x[i - 127:i + 1].std() for x in (losses, gnorms)]
+        assert r.applied[i] == (zs[0] <= 3 and zs[1] <= 6), (i, zs)
+    assert 200 in r.refused and 420 in r.refused
+    assert len(replay({"guard": "llmc", "sl": 0, "sg": 0}, losses, gnorms).refused) == 0
+
+
+def test_one_nan_silences_llmc_for_ever():
+    losses, gnorms = trace_with_spikes()
+    assert 420 in replay("llmc", losses, gnorms).refused
+    losses[140] = math.nan
+    assert 420 not in replay("llmc", losses, gnorms).refused
+
+
+def test_megatron_compares_with_the_first_hundred_finite_losses():
+    losses = np.r_[np.nan, np.linspace(11, 2, 99), 4.0, np.full(50, 2.0), 109.9, 110.0, np.nan, np.inf, -110.0]
+    assert replay("megatron", losses).refused.tolist() == [len(losses) - 4, len(losses) - 1]
+
+
+def test_kill_loss_spike_needs_five_in_a_row_and_never_skips():
+    losses = np.r_[np.full(100, 1.0), np.full(4, 2.5), 1.0, np.full(5, 2.5), np.full(100, 1.0)]
+    r = replay("kill-loss-spike", losses)
+    assert r.applied.all() and len(r.applied) == 110 and r.stop.startswith("5 losses in a row")
+    slow = replay("kill-loss-spike", np.r_[np.full(100, 1.0), np.linspace(1, 1.9, 300)])
+    assert slow.stop == "half of the last 100 losses above 1.00" and len(slow.applied) == 200
+
+
+def test_zclip_is_its_recurrence():
+    _, gnorms = trace_with_spikes()
+    r = replay("zclip", np.ones(700), gnorms)
+    mean, var = gnorms[:25].mean(), gnorms[:25].var()
+    for i in range(25, 700):
+        std = var ** .5
+        z = (gnorms[i] - mean) / (std + 1e-6)
+        clip = mean + 2.5 ** 2 * std / z if z > 2.5 else None
+        assert (r.reason[i] == "clip") == (clip is not None) and r.applied[i]
+        value = clip or gnorms[i]
+        mean = .97 * mean + .03 * value
+        var = .97 * var + .03 * (value - mean) ** 2
+    assert {200, 300} <= set(r.fired.tolist()) and len(r.refused) == 0
+
+
+@pytest.mark.parametrize("name", ["olmo", "levanter", "llmc", "megatron", "kill-loss-spike", "zclip"])
+def test_other_rules_resume_from_json_at_every_point(name):
+    losses, gnorms = (x[:300].tolist() for x in trace_with_spikes())
+    whole, guards = replay(name, losses, gnorms), make_guards(name, safe=False)
+    for i, (loss, gnorm) in enumerate(zip(losses, gnorms, strict=True)):
+        fresh = make_guards(name, safe=False)
+        fresh[0].load_state_dict(json.loads(json.dumps(guards[0].state_dict())))
+        guards = fresh
+        assert vote(guards, loss, gnorm).reason == whole.reason[i]
+
+
+@given(trace=steps)
+@settings(max_examples=60, deadline=None)
+def test_any_rule_takes_any_trace(trace):
+    losses, gnorms = [x for x, _ in trace], [x for _, x in trace]
+    for spec in RULES.values():
+        r = replay(spec, losses, gnorms)
+        assert len(r.applied) == len(r.reason) == len(r.threshold) <= len(trace)
+        start, length = r.longest
+        assert length == 0 or not r.applied[start:start + length].any()
+
+
+# --- replay --------------------------------------------------------------------------------------------------------
+
+def test_replay_is_the_live_run():
+    losses, gnorms = trace_with_spikes()
+    guards = make_guards("default")
+    live = [vote(guards, x, g) for x, g in zip(losses.tolist(), gnorms.tolist(), strict=True)]
+    r = replay("default", losses, gnorms)
+    assert [d.apply for d in live] == r.applied.tolist() and [d.reason for d in live] == r.reason
+
+
+def test_frozen_means_to_the_end():
+    up = replay("loss-ratio", [1.0] * 50 + [3.0] * 300)
+    assert up.frozen == 50 and up.longest == (50, 300) and up.stop == ""
+    assert replay("loss-ratio", [1.0] * 50 + [3.0] * 300 + [1.0]).frozen is None
+    assert replay("loss-ratio", [1.0] * 50 + [3.0] * 199).frozen is None
+    assert replay("seed-loss", [1.0] * 50 + [3.0] * 900).frozen == 50
+    assert replay("default", [1.0] * 50 + [3.0] * 900).frozen is None
+    assert replay("none", []).frozen is None and replay("none", []).longest == (0, 0)
+
+
+def test_without_gradient_norms_only_the_loss_speaks():
+    losses, _ = trace_with_spikes()
+    for spec in RULES.values():
+        assert "gnorm" not in replay(spec, losses).reason and "clip" not in replay(spec, losses).reason
+    assert 420 in replay("olmo", losses).refused
+
+
+@pytest.mark.slow
+def test_a_million_steps_take_seconds():
+    rng = np.random.default_rng(0)
+    losses, gnorms = 2 * np.exp(rng.normal(0, .03, 10**6)), .1 * np.exp(rng.normal(0, .2, 10**6))
+    for spec in ("seed", "default", "olmo"):
+        start = time.process_time()
+        replay(spec, losses, gnorms)
+        assert time.process_time() - start < 30, spec
