@@ -418,18 +418,23 @@ def prepare_wheels(cache: Path, wheels=None, probe_bytes: int = PROBE_BYTES) -> 
             if not folder.is_dir(): raise       # else another process was faster, with the same result
     return load_prepared(folder)
 
-# %% ../nbs/01_corpus.ipynb #7c8957ef
+# %% ../nbs/01_corpus.ipynb #5197d091
 def _stdlib_code() -> Iterator[Doc]:
     root = Path(sysconfig.get_path('stdlib'))
     for path in sorted(root.rglob('*.py')):
         name = path.relative_to(root)
         if {'site-packages', 'dist-packages', 'test', 'tests', 'pydoc_data', 'lib2to3'} & set(name.parts): continue
         text = path.read_bytes().decode('utf8', 'replace')
-        if len(text) > 200: yield Doc(text, part=name.parts[0])
+        if 200 < len(text) < 20_000: yield Doc(text, part=name.parts[0])
 
 def _stdlib_prose() -> Iterator[Doc]:
     from pydoc_data.topics import topics
-    for name in sorted(topics): yield Doc(topics[name], part='pydoc topics')
+    for name in sorted(topics):
+        text = ''
+        for paragraph in topics[name].split('\n\n'):       # pieces of some 3 kB, or there would be too few documents
+            text += paragraph + '\n\n'
+            if len(text) > 3000: yield Doc(text, part='pydoc topics'); text = ''
+        if len(text) > 200: yield Doc(text, part='pydoc topics')
 
 def _stdlib_tables() -> Iterator[Doc]:
     for block in range(0, 0x20000, 64):
@@ -627,7 +632,7 @@ def write_probe(domain: str, probe: dict, tokenizer: Tokenizer, folder: Path) ->
     return {'path': shard.path, 'tokens': shard.tokens, 'bytes': tokenizer.n_bytes(tokens), 'sha256': shard.sha256,
             'docs': len(parts), 'ngram_overlap': probe['ngram_overlap']}
 
-# %% ../nbs/01_corpus.ipynb #245c911a
+# %% ../nbs/01_corpus.ipynb #3448749d
 def _limit(docs: Docs, train: np.ndarray, max_bytes: int | None) -> np.ndarray:
     "The documents to use: all that may be trained on, or the first by digest until they hold `max_bytes`."
     if max_bytes is None: return train
@@ -640,10 +645,10 @@ def _tokenizer(kind: str, vocab_size: int, docs: dict, use: dict, folder: Path) 
     if kind == 'bytes': return Tokenizer()
     path = folder / 'tokenizer.json'
     if kind == 'bpe': train_bpe(docs, use, vocab_size, path)
-    else: shutil.copyfile(kind, path)
-    tokenizer = Tokenizer(path)
-    if tokenizer.eos is None: raise UserError(f'{kind}: no end-of-document token ({", ".join(_EOS_NAMES)})')
-    return tokenizer
+    else:
+        if Tokenizer(kind).eos is None: raise UserError(f'{kind}: no end-of-document token ({", ".join(_EOS_NAMES)})')
+        shutil.copyfile(kind, path)
+    return Tokenizer(path)
 
 # %% ../nbs/01_corpus.ipynb #843d62ff
 def build_corpus(out: str | Path, doc_seed: int = 0, tokenizer: str = 'bytes', shard_tokens: int = 231_300,
