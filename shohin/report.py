@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['VERDICTS', 'ASSETS', 'FILTERS', 'DOMAIN_COLORS', 'DOMAIN_LINES', 'SKIP_COLOR', 'INK', 'SOURCES', 't_within',
-           't_quantile', 'Interval', 'interval', 'number', 'human', 'lookup', 'cite', 'seeds_label', 'show_table',
-           'domain_color', 'style', 'thin', 'show_figure', 'read_log', 'reading', 'plot_loss', 'plot_probes',
-           'show_claims', 'show_arms', 'build_site', 'check_pages']
+           't_quantile', 'Interval', 'interval', 'number', 'printable', 'human', 'lookup', 'cite', 'seeds_label',
+           'show_table', 'domain_color', 'style', 'thin', 'show_figure', 'read_log', 'reading', 'plot_loss',
+           'plot_probes', 'show_claims', 'show_arms', 'build_site', 'check_pages']
 
-# %% ../nbs/41_report.ipynb #a06e4378
+# %% ../nbs/41_report.ipynb #d7ff5833
 import base64
 import hashlib
 import html
@@ -17,6 +17,7 @@ import json
 import math
 import re
 import statistics
+import tempfile
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -83,8 +84,12 @@ def number(x, digits: int = 3) -> str:
         return f"{x:,.{places}f}".replace("-", "−")
     return f"{x:.{digits - 1}e}".replace("-", "−")
 
-# %% ../nbs/41_report.ipynb #837a43ac
+# %% ../nbs/41_report.ipynb #5b0af635
 ASSETS = Path(__file__).parent / "assets" if "__file__" in globals() else Path("../shohin/assets")
+
+def printable(text: str) -> str:
+    "`text` without the control characters and lone surrogates that decoded data may hold and HTML may not."
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", text)
 
 def human(name: str) -> str:
     "`time_to_recover` -> `time to recover`: keys of the results as words."
@@ -152,8 +157,8 @@ def show_table(rows, caption: str, columns=None):
     markup, text = _table(rows, caption, columns)
     _show(markup, text)
 
-# %% ../nbs/41_report.ipynb #cef12a26
-DOMAIN_COLORS = {"code_python": "#0072B2", "math": "#D55E00", "web": "#00875F", "papers": "#A6518A",
+# %% ../nbs/41_report.ipynb #5c1334c2
+DOMAIN_COLORS = {"code_python": "#0072B2", "code": "#0072B2", "math": "#D55E00", "web": "#00875F", "papers": "#A6518A",
                  "finemath4": "#D55E00", "openwebmath": "#8C6D00", "mixed": "#6B6B6B"}
 DOMAIN_LINES = {"code_python": "-", "math": (0, (6, 2)), "web": (0, (2, 1.5)), "papers": (0, (6, 2, 1.5, 2)), "mixed": "-"}
 SKIP_COLOR, INK = "#B00020", "#1d1d1b"
@@ -355,7 +360,7 @@ def _label(source: str) -> str:
     first = source.strip().splitlines()[0] if source.strip() else ""
     return first.lstrip("# ").strip() if first.startswith("#") else "Code"
 
-# %% ../nbs/41_report.ipynb #471954d4
+# %% ../nbs/41_report.ipynb #1e9d101e
 def _page(nb, result: dict, name: str) -> str:
     "One experiment as a self-contained page."
     from markupsafe import Markup
@@ -375,7 +380,7 @@ def _page(nb, result: dict, name: str) -> str:
                   css=Markup((ASSETS / "style.css").read_text()),
                   digest=_digest(result), toc=toc)
     exporter.environment.globals["s"] = shared  # not as a resource: those are copied, and the contents fill as it renders
-    return exporter.from_notebook_node(nb, {"metadata": {"name": name}})[0]
+    return printable(exporter.from_notebook_node(nb, {"metadata": {"name": name}})[0])
 
 def _data_uri(data: str, mime: str) -> str:
     "An image as the page carries it. As an <img> an SVG can run nothing, and two figures' ids never meet."
@@ -385,22 +390,22 @@ def _digest(result: dict) -> str:
     "SHA-256 of the results a page was made from."
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
-# %% ../nbs/41_report.ipynb #a38f74f9
+# %% ../nbs/41_report.ipynb #90f96911
 def _index(results: list[dict], titles: dict) -> str:
     "The front page: what this is, each experiment's answer, every claim, and what it was all made from."
     from markupsafe import Markup
     script = (ASSETS / "ledger.js").read_text().strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     verdicts = Counter(c["verdict"] for r in results for c in r["claims"])
-    return str(_render("index.html.j2", results=results, titles=titles, verdicts=verdicts, names=VERDICTS, sources=SOURCES,
-                       css=Markup((ASSETS / "style.css").read_text()), script=Markup(script), script_hash=digest))
+    return printable(_render("index.html.j2", results=results, titles=titles, verdicts=verdicts, names=VERDICTS, sources=SOURCES,
+                             css=Markup((ASSETS / "style.css").read_text()), script=Markup(script), script_hash=digest))
 
 def _head_of(page: str) -> tuple[str, str]:
     "(title, summary) of a page."
     meta = _Reader(page).meta
     return meta.get("shohin-title", ""), meta.get("shohin-summary", "")
 
-# %% ../nbs/41_report.ipynb #c030c393
+# %% ../nbs/41_report.ipynb #0cc61e7b
 def build_site(notebooks, results_dir, out) -> Path:
     """Make `out`/index.html and one page for each executed notebook, named like it; returns the index. The results
     are `results_dir`/NAME.json and are copied to `out`/results unless they lie there. Pages already in `out` whose
@@ -419,15 +424,19 @@ def build_site(notebooks, results_dir, out) -> Path:
         if path.stem not in pages and (results_dir / f"{path.stem}.json").exists():
             titles[path.stem], results[path.stem] = _head_of(path.read_text()), _result(results_dir / f"{path.stem}.json")
     pages["index"] = _index(list(results.values()), titles)
-    (out / "results").mkdir(parents=True, exist_ok=True)
-    if results_dir.resolve() != (out / "results").resolve():
-        for name in results: _write(out / "results" / f"{name}.json", (results_dir / f"{name}.json").read_text())
-    for name, page in pages.items(): _write(out / f"{name}.html", page)
-    if problems := check_pages(out): raise UserError("; ".join(problems[:3]))
+    files = {f"{name}.html": page for name, page in pages.items()}
+    files |= {f"results/{name}.json": (results_dir / f"{name}.json").read_text(encoding="utf-8") for name in results}
+    files |= {p.name: p.read_text(encoding="utf-8") for p in out.glob("*.html") if p.name not in files}
+    with tempfile.TemporaryDirectory() as trial:
+        for name, text in files.items(): _write(Path(trial) / name, text)
+        if problems := check_pages(trial): raise UserError("; ".join(problems[:3]))
+    for name, text in files.items(): _write(out / name, text)
     return out / "index.html"
 
 def _write(path: Path, text: str):
-    "Write beside, then rename: a reader never sees half a page."
+    "Write beside, then rename: a reader never sees half a page. A file that is right already is left alone."
+    if path.exists() and path.read_text(encoding="utf-8") == text: return
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
@@ -450,7 +459,7 @@ class _Reader(HTMLParser):
     def handle_endtag(self, tag):
         if tag == "data" and self._open: self.cited.append(tuple(self._open)); self._open = None
 
-# %% ../nbs/41_report.ipynb #29398f2e
+# %% ../nbs/41_report.ipynb #3d1a078b
 def check_pages(site) -> list[str]:
     """Problems of a site, none if it is sound: a page that was not made from the results file beside it, a number
     or verdict that differs from it, a claim that is missing, a page without its file (or the other way round),
@@ -466,7 +475,7 @@ def check_pages(site) -> list[str]:
             name, _, key = where.partition(":")
             try: true = lookup(results[name], key)
             except KeyError: say(f"cites {where}, which no results file has"); continue
-            if json.loads(value) != true or text.strip() != number(true): say(f"says {text.strip()} for {where}, the results say {number(true)}")
+            if json.loads(value) != true or text.strip() != printable(number(true)).strip(): say(f"says {text.strip()} for {where}, the results say {number(true)}")
     for name, result in results.items():
         if name not in read: problems.append(f"{name}.json: has no page"); continue
         if read[name].meta.get("shohin-result") != _digest(result): problems.append(f"{name}.html: was made from other results than {name}.json")

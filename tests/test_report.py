@@ -1,0 +1,286 @@
+"""Pages say what their results say, refuse what must not be published, and let no text become markup."""
+import copy
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import bs4
+import matplotlib
+import matplotlib.pyplot as plt
+import nbformat
+import numpy as np
+import pytest
+import report_sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shohin import report
+from shohin.report import build_site, check_pages, interval, number
+from shohin.shards import UserError
+
+matplotlib.use("agg")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    "The sample, executed and made into a site once."
+    folder = tmp_path_factory.mktemp("report")
+    build_site([report_sample.run(folder)], folder / "results", folder / "site")
+    return folder
+
+
+@pytest.fixture
+def site(built, tmp_path):
+    "A copy that a test may spoil."
+    shutil.copytree(built, tmp_path / "copy")
+    return tmp_path / "copy/site"
+
+
+def page(folder, name="sample"): return bs4.BeautifulSoup((folder / f"site/{name}.html").read_text(), "html.parser")
+
+
+# what is on a page
+
+def test_page_has_one_title_and_unique_anchors(built):
+    for name in ("sample", "index"):
+        soup = page(built, name)
+        assert len(soup("h1")) == 1
+        ids = [e["id"] for e in soup.find_all(id=True)]
+        assert len(ids) == len(set(ids))
+        targets = [a["href"] for a in soup("a") if a["href"].startswith("#")]
+        assert targets and {t[1:] for t in targets} <= set(ids)
+    assert [a.text for a in page(built).select(".toc a")] == ["Loss by step", "What was found", "Loss by step", "Claims", "How this page was made"]
+
+
+def test_links_between_pages_lead_somewhere(built):
+    for name in ("sample", "index"):
+        for a in page(built, name)("a"):
+            file, _, anchor = a["href"].partition("#")
+            assert not file or (built / "site" / file).exists(), a
+            if file and anchor: assert page(built, file[:-5]).find(id=anchor), a
+
+
+def test_parameters_hidden_cells_and_progress_are_left_out(built):
+    text = page(built).get_text()
+    for gone in ("a secret parameter", "seed = 7", "import json, sys", "#|", "progress\n", "\x1b"):
+        assert gone not in text, gone
+    assert page(built).select_one("details.code > summary").text == "Draw the loss"
+    assert page(built).select("details.printed pre")[0].text.count("\n") > 25  # thirty lines of output are folded
+
+
+def test_hostile_text_stays_text(built):
+    for name in ("sample", "index"):
+        soup = page(built, name)
+        assert len(soup("script")) == (name == "index")  # the ledger's own
+        assert not [e for e in soup(True) if any(a.startswith("on") for a in e.attrs)]
+        assert all(i["src"].startswith("data:image/svg+xml;base64,") and i["alt"] for i in soup("img"))
+        assert "window.pwned = 1" in soup.get_text()
+    assert not page(built).find(id="foreign"), "HTML that no function of ours made"
+    assert page(built).find("strong", string="bold")
+
+
+def test_content_policy_allows_only_the_ledgers_script(built):
+    for name in ("sample", "index"):
+        policy = page(built, name).find("meta", {"http-equiv": "Content-Security-Policy"})["content"]
+        assert policy.startswith("default-src 'none'")
+        assert ("script-src 'none'" in policy) == (name == "sample")
+
+
+def test_figure_carries_alt_caption_size_and_numbers(built):
+    figure = page(built).find("figure")
+    assert figure.img["alt"] == "Loss jumps to 3.0 at step 40." and (figure.img["width"], figure.img["height"]) == ("557", "480")
+    assert figure.figcaption.text.startswith("Read: </pre>")
+    assert figure.find_next_sibling("details")["class"] == ["numbers"]
+
+
+def test_claims_the_notebook_does_not_show_are_added(built):
+    shown = [a["id"] for a in page(built).select("article.claim")]
+    assert shown == ["claim-pinned", "claim-wrecked", "claim-release", "claim-leads", "claim-shards"]
+
+
+def test_every_claim_is_in_the_ledger_with_numbers_and_interval(built):
+    rows = page(built, "index").select(".ledger tbody tr")
+    assert [(r["data-source"], r["data-verdict"]) for r in rows] == [(c["source"], c["verdict"]) for c in report_sample.result()["claims"]]
+    text = rows[0].get_text(" ", strip=True)
+    assert "2.05" in text and "0.930, 0.950, 0.910" in text and "0.880 to 0.980" in text
+
+
+def test_labels_tell_how_much_to_trust():
+    one = report_sample.result(seeds=[1]) | {"profile": "smoke", "dirty": True}
+    text = bs4.BeautifulSoup(report._index([one], {"sample": ("", "")}), "html.parser").get_text()
+    assert "one seed" in text and "its numbers mean nothing" in text and "uncommitted changes" in text
+    assert "3 seeds" not in text
+
+
+# page and results agree
+
+def test_a_sound_site_has_no_problems(built): assert check_pages(built / "site") == []
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("file, old, new, problem", [
+    ("results/sample.json", '"verdict": "reproduced"', '"verdict": "contradicted"', "says reproduced for sample:claims.pinned.verdict"),
+    ("results/sample.json", "2.0519", "2.06", "says 2.05 for sample:claims.pinned.evidence.ratio"),
+    ("results/sample.json", "812.4", "812.5", "was made from other results"),
+    ("results/sample.json", '"id": "pinned"', '"id": "other"', "no results file has"),
+    ("sample.html", ">3.01</data>", ">3.02</data>", "says 3.02 for sample:arms.guard 2.0x.final_loss"),
+    ("sample.html", 'value="3.01"', 'value="3.011"', "says 3.01"),
+    ("index.html", ">contradicted</data>", ">reproduced</data>", "says reproduced for sample:claims.wrecked.verdict"),
+    ("index.html", 'data-json="sample:claims.leads.verdict"', 'data-json="sample:claims.leads.evidence.n"', "lacks the claim leads"),
+    ("sample.html", "<h1>", "<h1>x</h1><h1>", "has 2 h1"),
+    ("sample.html", "</main>", '<img src="https://example.com/x.png"></main>', "would load https://example.com/x.png"),
+])
+def test_a_page_that_disagrees_is_found(site, file, old, new, problem):
+    edit(site / file, old, new)
+    assert any(problem in p for p in check_pages(site)), check_pages(site)
+
+
+def test_pages_and_results_come_in_pairs(site):
+    shutil.copy(site / "results/sample.json", site / "results/alone.json")
+    assert "alone.json: has no page" in check_pages(site)
+    (site / "results/sample.json").unlink()
+    assert "sample.html: has no results file" in check_pages(site)
+    (site / "index.html").unlink()
+    assert "index.html: is missing" in check_pages(site)
+
+
+def test_committed_reports_agree_with_their_results():
+    if not (ROOT / "reports/index.html").exists(): pytest.skip("no reports yet")
+    assert check_pages(ROOT / "reports") == []
+
+
+# building
+
+def test_building_again_changes_no_byte_and_keeps_other_pages(built, tmp_path):
+    out = tmp_path / "site"
+    shutil.copytree(built / "site", out)
+    before = {p.name: p.read_bytes() for p in out.rglob("*.*")}
+    build_site([built / "sample.ipynb"], built / "results", out)
+    assert {p.name: p.read_bytes() for p in out.rglob("*.*")} == before
+    build_site([], out / "results", out)  # nothing new: the page that is there stays in the index
+    assert (out / "index.html").read_bytes() == before["index.html"]
+
+
+def spoil_error(nb): nb.cells[-2].outputs.append(nbformat.v4.new_output("error", ename="ValueError", evalue="x", traceback=[]))
+def spoil_status(nb): nb.cells[-2].metadata.papermill.status = "pending"
+def spoil_exception(nb): nb.metadata.papermill.exception = True
+def spoil_title(nb): nb.cells[0].source = "No title"
+def spoil_alt(nb):
+    for o in (o for c in nb.cells if c.cell_type == "code" for o in c.outputs if "image/svg+xml" in o.get("data", {})): o.metadata["image/svg+xml"]["alt"] = ""
+
+
+@pytest.mark.parametrize("spoil, words", [(spoil_error, "failed with ValueError"), (spoil_status, "is pending"), (spoil_exception, "papermill stopped"),
+                                          (spoil_title, "first cell must be"), (spoil_alt, "no alt text")], ids=lambda x: getattr(x, "__name__", ""))
+def test_unfinished_notebooks_are_refused_and_nothing_is_written(built, tmp_path, spoil, words):
+    nb = nbformat.read(built / "sample.ipynb", as_version=4)
+    spoil(nb)
+    nbformat.write(nb, tmp_path / "sample.ipynb")
+    with pytest.raises(UserError, match=words): build_site([tmp_path / "sample.ipynb"], built / "results", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text, words", [(None, "no results file"), ("{", "not JSON"), ("{}", "lacks experiment")])
+def test_bad_results_are_refused(built, tmp_path, text, words):
+    if text is not None: (tmp_path / "sample.json").write_text(text)
+    with pytest.raises(UserError, match=words): build_site([built / "sample.ipynb"], tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_notebook_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="run the experiment first"): build_site([tmp_path / "no.ipynb"], tmp_path, tmp_path / "out")
+
+
+def test_numbers_of_another_run_are_refused(built, tmp_path):
+    "The notebook shows the claims of its own run; a results file of a later run must not be put under it."
+    other = copy.deepcopy(report_sample.result())
+    other["claims"][0]["evidence"]["ratio"] = 1.0
+    (tmp_path / "sample.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match=r"says 2\.05 for"): build_site([built / "sample.ipynb"], tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# numbers
+
+def test_t_interval_covers_what_it_says():
+    rng = np.random.default_rng(0)
+    hits = np.mean([(i := interval(rng.normal(size=3))).low <= 0 <= i.high for _ in range(4000)])
+    assert abs(hits - 0.95) < 0.012
+    assert interval([1.0, 2.0, 3.0], 0.5).high < interval([1.0, 2.0, 3.0], 0.99).high
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.floats(), st.integers(), st.none(), st.booleans(), st.text(), st.lists(st.floats(), max_size=3)))
+def test_every_value_can_be_written(x): assert isinstance(number(x), str) and (number(x) or x == "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-4, 1e6, exclude_max=True), st.sampled_from([1, -1]))
+def test_a_written_number_is_the_value_to_three_digits(x, sign):
+    assert float(number(sign * x).replace(",", "").replace("−", "-")) == pytest.approx(sign * x, rel=0.006)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=3000))
+def test_thinning_loses_no_extreme(ys):
+    x, y = report.thin(range(len(ys)), ys, points=50)
+    assert len(y) <= max(50, len(ys) if len(ys) <= 50 else 0) and y.max() == max(ys) and y.min() == min(ys)
+    assert (np.diff(x) > 0).all() and all(ys[int(a)] == b for a, b in zip(x, y, strict=True))
+
+
+# markup and figures
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet=st.sampled_from("<>&\"'/=abscript !-{}%#"), max_size=60))
+def test_no_text_becomes_markup(text):
+    r = report_sample.result()
+    r["claims"] = [r["claims"][0] | {"quote": text, "prediction": text, "evidence": {text or "k": text}}]
+    for markup in (report._table([{"a": text, "b": 1.0}], text)[0], report._render("claims.html.j2", result=r, claims=r["claims"])):
+        tags = {e.name for e in bs4.BeautifulSoup(str(markup), "html.parser")(True)}
+        assert tags <= {"div", "table", "caption", "thead", "tbody", "tr", "th", "td", "article", "h3", "span", "data", "blockquote", "p", "footer",
+                        "dl", "dt", "dd", "ul", "li", "code"}
+
+
+def test_figures_are_equal_in_every_process():
+    code = ("import matplotlib.pyplot as plt, hashlib\nfrom shohin.report import _svg, style\nstyle(); fig, ax = plt.subplots()\n"
+            "ax.plot([1, 2, 3], label='loss'); ax.legend(); ax.fill_between([0, 1], 1); print(hashlib.sha256(_svg(fig).encode()).hexdigest())")
+    made = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": s, "MPLBACKEND": "agg", "HOME": "/nonexistent"}).stdout
+            for s in ("1", "2")}
+    assert len(made) == 1
+
+
+def test_a_long_log_stays_small_and_keeps_its_spike():
+    log = [{"step": s, "loss": 2 + np.sin(s / 9) / 9 + 7 * (s == 5151), "domains": {"code_python": 12}} for s in range(20_000)]
+    report.style()
+    fig, ax = plt.subplots()
+    report.plot_loss(ax, log)
+    assert len(report._svg(fig)) < 60_000
+    assert max(line.get_ydata().max() for line in ax.get_lines()) == log[5151]["loss"]
+    plt.close(fig)
+
+
+def test_every_skipped_step_is_marked():
+    log = [{"step": s, "loss": 1.0, "domains": {"math": 12}, "decision": "skip:loss" if s % 7 == 0 else "apply"} for s in range(700)]
+    fig, ax = plt.subplots()
+    report.plot_loss(ax, log)
+    marks = next(line for line in ax.get_lines() if line.get_label() == "skipped")
+    assert list(marks.get_xdata()) == list(range(0, 700, 7))
+    plt.close(fig)
+
+
+def test_a_figure_too_large_for_svg_becomes_a_png(monkeypatch):
+    import IPython.display
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", lambda data, **kw: shown.append((data, kw["metadata"])))
+    fig, ax = plt.subplots()
+    ax.plot(np.random.default_rng(0).normal(size=3000))
+    report.show_figure(fig, alt="noise", caption="c", max_bytes=1000)
+    assert re.match(r"[A-Za-z0-9+/]+=*$", shown[0][0]["image/png"]) and shown[0][1]["image/png"]["alt"] == "noise"
