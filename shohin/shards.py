@@ -418,11 +418,13 @@ def open_shard(path, format: str | None = None, dtype: str | None = None) -> Rea
     if dtype is not None and reader.dtype != np.dtype(dtype): raise ShardError(reader.path, 0, f'holds {reader.dtype} tokens, not {dtype}')
     return reader
 
-# %% ../nbs/00_shards.ipynb #2bef98d0
+# %% ../nbs/00_shards.ipynb #fe376e85
 @_opens('zst')
 def _open_zst(file: _File, dtype=None) -> Reader:
     "A zstd shard. Without a usable seek table (the seed run's single frames) it is unpacked once to the raw cache."
-    dtype = dtype or {'.u16': 'uint16', '.u32': 'uint32'}.get(Path(file.path.stem).suffix)
+    named = {'.u16': 'uint16', '.u32': 'uint32'}.get(Path(file.path.stem).suffix)
+    dtype = dtype or named
+    if named not in (None, str(dtype)): raise ShardError(file.path, 0, f'the name says {named}, not {dtype}')
     if dtype is None: raise ShardError(file.path, 0, 'zstd, but 2 or 4 bytes a token? name it .u16.zst or .u32.zst, or give the dtype')
     dtype = np.dtype(dtype)
     table = _read_seek_table(file)
@@ -595,11 +597,11 @@ def _csv_index(path: Path) -> np.ndarray:
     except (OSError, EOFError, zlib.error) as e: raise ShardError(path, at, f'damaged: {e}') from e
     return np.array(ends, np.int64)
 
-# %% ../nbs/00_shards.ipynb #b536594e
+# %% ../nbs/00_shards.ipynb #5e9694c4
 def _sample(file: _File, n: int = 16, size: int = 1 << 16) -> np.ndarray:
     "n pieces of the file, spread evenly, as bytes."
-    starts = np.unique(np.linspace(0, max(0, file.size - size), n).astype(np.int64) // 4 * 4)
-    return np.concatenate([np.frombuffer(file.read(int(a), min(size, file.size - int(a)) // 4 * 4), np.uint8) for a in starts])
+    starts = np.unique(np.linspace(0, max(0, file.size - size), n).astype(np.int64) // 8 * 8)
+    return np.concatenate([np.frombuffer(file.read(int(a), min(size, file.size - int(a)) // 8 * 8), np.uint8) for a in starts])
 
 def _token_like(x: np.ndarray) -> str:
     "Why `x` does not look like token numbers, or nothing. Tokens repeat, and the frequent ones have low numbers; random data and floats do not."
@@ -610,7 +612,7 @@ def _token_like(x: np.ndarray) -> str:
     if x.max() >= 1024 and np.median(x) * 4 > x.max(): return f'its median {np.median(x):.0f} is not low beside its maximum {x.max()}'
     return ''
 
-# %% ../nbs/00_shards.ipynb #50f4573f
+# %% ../nbs/00_shards.ipynb #f38f3a00
 def _guess(file: _File) -> tuple[str, str]:
     "(dtype, evidence) of a headerless file, or ShardError when the evidence is not decisive."
     def refuse(why): raise ShardError(file.path, 0, f'no head known here, and taken as raw tokens {why}; give the dtype (uint16 or uint32) if it is a shard')
@@ -619,7 +621,8 @@ def _guess(file: _File) -> tuple[str, str]:
     if ((raw >= 32) & (raw < 127) | (raw == 9) | (raw == 10) | (raw == 13)).mean() > 0.9: refuse('it looks like text')
     low, high = raw.view('<u2').reshape(-1, 2).T.astype(np.int64)
     if file.size % 4 == 0 and high.max() < 16 and low.max() >= 64:
-        why = _token_like(low + (high << 16))
+        tokens = low + (high << 16)
+        why = 'every second 32-bit word is 0, as with 8 bytes a token' if not tokens[1::2].any() else _token_like(tokens)
         if why: refuse(why)
         return 'uint32', f'every second 16-bit word is below 16 in {len(low)} sampled pairs'
     far = 0.5 * np.abs(np.bincount(np.frexp(low)[1], minlength=17) - np.bincount(np.frexp(high)[1], minlength=17)).sum() / len(low)
