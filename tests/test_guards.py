@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shohin.guards import GUARDS, RULES, SETS, Decision, LevelShiftGuard, make_guards, replay, skip_line, spec_of, vote
+from shohin.guards import (
+    GUARDS,
+    RULES,
+    SETS,
+    Breaker,
+    Decision,
+    LevelShiftGuard,
+    make_guards,
+    replay,
+    skip_line,
+    spec_of,
+    vote,
+)
 from shohin.shards import UserError
 
 OURS = ["none", "seed", "seed-loss", "seed-capped", "default"]
@@ -139,7 +151,49 @@ def test_another_guards_refusal_postpones_a_release():
     for _ in range(15): g.update(3.0, .1, False)
     assert g.decide(3.0, .1).reason == "release"
     g.update(3.0, .1, False)   # the gradient guard said no
-    assert g.ema == pytest.approx(1.0) and g.decide(3.0, .1).reason == "release"
+    assert g.ema == pytest.approx(1.0) and g.decide(3.0, .1).reason == "release" and len(g.refused) == 16
+
+
+def drive(guard, *parts):
+    """Feed (loss, repeats) pairs to one guard alone; the decisions."""
+    return [vote([guard], loss, .1) for loss, n in parts for _ in range(n)]
+
+
+def test_nothing_is_refused_before_sixteen_applied_updates():
+    assert not refused(drive(LevelShiftGuard(), (1.0, 1), (99.0, 15)))
+    assert refused(drive(LevelShiftGuard(), (1.0, 16), (2.1, 1))) == [16]
+
+
+@pytest.mark.parametrize("gap, released", [(112, True), (113, False)])
+def test_refusals_count_for_128_decisions(gap, released):
+    # 1 refusal, `gap` healthy losses, 15 more: with gap 112 the first is the oldest of 128 decisions
+    last = drive(LevelShiftGuard(), (1.0, 50), (3.0, 1), (1.0, gap), (3.0, 15))[-1]
+    assert last.reason == ("release" if released else "loss")
+
+
+@pytest.mark.parametrize("gap, trips", [(184, True), (185, False)])
+def test_a_second_release_trips_up_to_200_steps_later(gap, trips):
+    guard = LevelShiftGuard()
+    decisions = drive(guard, (1.0, 50), (3.0, 16), (3.0, gap), (9.0, 16))
+    assert [d.reason for d in decisions].count("release") == 2
+    assert bool(guard.tripped) == trips == bool(decisions[-1].stop)
+
+
+def test_a_released_level_is_accepted_for_200_steps():
+    guard = LevelShiftGuard()
+    drive(guard, (1.0, 50), (5.0, 16), (1.0, 198))
+    assert guard.ema < 1.2 and guard.decide(6.2, .1).apply and not guard.decide(6.3, .1).apply
+    drive(guard, (1.0, 1))
+    assert guard.decide(6.2, .1).apply, "step 200 after the release"
+    drive(guard, (1.0, 1))
+    assert not guard.decide(6.2, .1).apply
+
+
+def test_the_breakers_window_is_exact():
+    for gap, trips in ((1, True), (2, False)):
+        b = Breaker(limit=3, window=4)
+        for applied in [False] + [True] * gap + [False, False]: b.update(1.0, .1, applied)
+        assert bool(b.tripped) == trips
 
 
 def test_the_gradient_norm_can_shift_level_too():
