@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VERDICTS', 'ASSETS', 'FILTERS', 'DOMAIN_COLORS', 'DOMAIN_LINES', 'SKIP_COLOR', 'INK', 'SOURCES', 't_within',
            't_quantile', 'Interval', 'interval', 'number', 'printable', 'human', 'lookup', 'cite', 'seeds_label',
-           'show_table', 'domain_color', 'style', 'thin', 'show_figure', 'read_log', 'reading', 'plot_loss',
+           'short', 'show_table', 'domain_color', 'style', 'thin', 'show_figure', 'read_log', 'reading', 'plot_loss',
            'plot_probes', 'show_claims', 'show_arms', 'build_site', 'check_pages']
 
 # %% ../nbs/41_report.ipynb #d7ff5833
@@ -119,13 +119,18 @@ def cite(result: dict, path: str):
     value = lookup(result, path)
     return _render("data.html.j2", value=json.dumps(value, sort_keys=True), text=number(value), json=f"{result['experiment']}:{path}")
 
-# %% ../nbs/41_report.ipynb #29aba1e8
+# %% ../nbs/41_report.ipynb #9bdc42de
 def seeds_label(result: dict) -> str:
     "`one seed`, `3 seeds`: every number is read differently with it, so it stands beside them."
     n = len(result.get("seeds", []))
     return {0: "no seeds", 1: "one seed"}.get(n, f"{n} seeds")
 
-FILTERS = {"number": number, "human": human, "cite": cite, "seeds": seeds_label}
+def short(x) -> str:
+    "Hashes cut to a length that can be compared by eye; all else as `number` writes it."
+    if isinstance(x, dict): return "; ".join(f"{k} {short(v)}" for k, v in x.items())
+    return x[:16] if isinstance(x, str) and re.fullmatch(r"[0-9a-f]{17,}", x) else number(x)
+
+FILTERS = {"number": number, "short": short, "human": human, "cite": cite, "seeds": seeds_label}
 
 # %% ../nbs/41_report.ipynb #9db62434
 def _show(markup, text: str, **meta):

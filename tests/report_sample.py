@@ -15,12 +15,13 @@ def result(name: str = "sample", seeds=(1, 2, 3)) -> dict:
     return {
         "experiment": name, "profile": "cpu", "seeds": list(seeds), "commit": "d7e420a9f0d1c2b3", "dirty": False, "config_hash": "ab" * 32,
         "manifest_hash": "cd" * 32, "versions": {"torch": "2.13.0"}, "machine": {"cores": 2}, "wall_s": 812.4,
-        "answer": ["The loss jumps 2.05-fold at the boundary.", f"It read {HOSTILE}", "Nothing was damaged."],
+        "answers": ["The loss jumps 2.05-fold at the boundary.", f"It read {HOSTILE}", "Nothing was damaged."],
         "arms": {"guard 2.0x": {"jump_step": 400, "cliff_step": 400, "final_loss": 3.01, "probes": {"math": 2.95}},
                  "no_guard": {"jump_step": 400, "cliff_step": None, "final_loss": 1.93, "probes": {"math": 1.99}}},
         "claims": [
             claim | {"id": "pinned", "quote": "pinned at a finite ~3.0 forever after", "prediction": "the loss stays up", "criterion": "ratio in [0.8, inf]",
-                     "verdict": "reproduced", "evidence": {"ratio": 2.0519, "per_seed": [0.93, 0.95, 0.91]}, "interval": [0.88, 0.98]},
+                     "verdict": "reproduced", "criterion_edits": 1, "unit": "times",
+                     "evidence": {"quantity": "jump_ratio", "values": [0.93, 0.95, 0.91], "mean": 2.0519}, "interval": [0.88, 0.98]},
             claim | {"id": "wrecked", "quote": HOSTILE, "prediction": HOSTILE, "criterion": HOSTILE, "verdict": "contradicted",
                      "evidence": {"difference": -0.0132, "<b> & 'key'": HOSTILE}, "interval": [-0.05, 0.02], "superseded_by": "pinned"},
             claim | {"id": "release", "source": "ours", "quote": "", "prediction": "it lets go", "criterion": "16", "verdict": "inconclusive",

@@ -106,7 +106,7 @@ def test_every_claim_is_in_the_ledger_with_numbers_and_interval(built):
     rows = page(built, "index").select(".ledger tbody tr")
     assert [(r["data-source"], r["data-verdict"]) for r in rows] == [(c["source"], c["verdict"]) for c in report_sample.result()["claims"]]
     text = rows[0].get_text(" ", strip=True)
-    assert "2.05" in text and "0.930, 0.950, 0.910" in text and "0.880 to 0.980" in text
+    assert "jump ratio: 2.05 times" in text and "each seed: 0.930, 0.950, 0.910" in text and "after 1 earlier version" in text and "0.880 to 0.980" in text
 
 
 def test_labels_tell_how_much_to_trust():
@@ -129,7 +129,7 @@ def edit(path, old, new):
 
 @pytest.mark.parametrize("file, old, new, problem", [
     ("results/sample.json", '"verdict": "reproduced"', '"verdict": "contradicted"', "says reproduced for sample:claims.pinned.verdict"),
-    ("results/sample.json", "2.0519", "2.06", "says 2.05 for sample:claims.pinned.evidence.ratio"),
+    ("results/sample.json", "2.0519", "2.06", "says 2.05 for sample:claims.pinned.evidence.mean"),
     ("results/sample.json", "812.4", "812.5", "was made from other results"),
     ("results/sample.json", '"id": "pinned"', '"id": "other"', "no results file has"),
     ("sample.html", ">3.01</data>", ">3.02</data>", "says 3.02 for sample:arms.guard 2.0x.final_loss"),
@@ -202,7 +202,7 @@ def test_a_missing_notebook_is_one_line(tmp_path):
 def test_numbers_of_another_run_are_refused(built, tmp_path):
     "The notebook shows the claims of its own run; a results file of a later run must not be put under it."
     other = copy.deepcopy(report_sample.result())
-    other["claims"][0]["evidence"]["ratio"] = 1.0
+    other["claims"][0]["evidence"]["mean"] = 1.0
     (tmp_path / "sample.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match=r"says 2\.05 for"): build_site([built / "sample.ipynb"], tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
