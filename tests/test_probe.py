@@ -36,6 +36,7 @@ class Noisy(torch.nn.Module):
 
     def forward(self, tokens):
         torch.rand(1)
+        self.seen = (self.training, torch.is_grad_enabled())
         return self.frozen(self.drop(self.gpt(tokens)))
 
 
@@ -56,6 +57,8 @@ def test_a_probed_run_is_the_unprobed_run_to_the_bit(manifest):
     train(plain, 5)
     scores = train(probed, 5, Probe(manifest, rows=3, seq_len=32))
     assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), probed.state_dict().values(), strict=True))
+    Probe(manifest, rows=2, seq_len=32).evaluate(probed)
+    assert probed.seen == (False, False)
     assert probed.training and probed.drop.training and not probed.frozen.training
     assert scores[0]["code"]["nats_per_token"] - scores[-1]["code"]["nats_per_token"] > .1, "it never learned anything"
 
@@ -150,7 +153,7 @@ def test_bad_probes_are_one_clear_line(manifest):
     other = hashlib.sha256(b"").hexdigest()
     cases = [(broken(manifest, sha256=other), {}, "probe math: probes/math.u16.zst is not the file"),
              (broken(manifest, path="probes/none.u16.zst"), {}, "none.u16.zst"),
-             (broken(manifest, path="../../etc/passwd"), {}, "leads out of the manifest's folder"),
+             (broken(manifest, path="../../etc/passwd"), {}, "below the manifest's folder"),
              (manifest, {"seq_len": 3000}, "use a shorter seq_len"),
              (Manifest(manifest.root, (), "bytes", V, None, {}), {}, "lists no probes"),
              (Manifest(manifest.root, (), "bytes", 20, None, manifest.meta), {}, "outside the vocabulary of 20")]
