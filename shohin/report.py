@@ -198,7 +198,7 @@ def thin(x, y, points: int = 600) -> tuple[np.ndarray, np.ndarray]:
     keep = sorted(keep)
     return x[keep], y[keep]
 
-# %% ../nbs/41_report.ipynb #a74e976b
+# %% ../nbs/41_report.ipynb #a6f77e72
 def _svg(fig) -> str:
     "The figure as SVG, the same bytes for the same figure: no date, fixed ids, no prologue."
     out = io.StringIO()
@@ -220,7 +220,7 @@ def show_figure(fig, alt: str, caption: str, table=None, max_bytes: int = 120_00
     size = [round(v * 96) for v in fig.get_size_inches()]
     plt.close(fig)
     display({mime: data, "text/plain": alt}, raw=True, metadata={mime: {"alt": alt, "caption": caption, "width": size[0], "height": size[1]}})
-    if table is not None: _show(*_table(table, "Numbers of the figure above"), role="figure")
+    if table is not None: _show(*_table(table, f"Numbers of the figure: {caption}"), role="figure")
 
 # %% ../nbs/41_report.ipynb #3032efa5
 def read_log(log) -> list[dict]:
@@ -313,7 +313,12 @@ def _refuse_unfinished(nb, name: str):
                     raise UserError(f"{name}: a figure in cell {i} has no alt text: show it with show_figure")
     if nb.metadata.get("papermill", {}).get("exception"): raise UserError(f"{name}: papermill stopped with an error: run it again")
 
-# %% ../nbs/41_report.ipynb #565f0059
+# %% ../nbs/41_report.ipynb #a7d78ced
+def _is_ours(output) -> bool:
+    "Was it shown by `show_table`, `show_figure` or `show_claims`?"
+    meta = output.get("metadata", {})
+    return bool(meta.get("text/html", {}).get("shohin")) or any(meta.get(mime, {}).get("alt") for mime in ("image/svg+xml", "image/png"))
+
 def _tidy(nb):
     "(title, summary) of the notebook, which loses its title cell's head, hidden cells and papermill's parameters."
     first = nb.cells[0].source if nb.cells and nb.cells[0].cell_type == "markdown" else ""
@@ -324,7 +329,10 @@ def _tidy(nb):
     keep = []
     for cell in nb.cells:
         directives = re.findall(r"^#\| *(\w+)", cell.source, flags=re.M)
-        if hidden & set(cell.metadata.get("tags", [])) or "hide" in directives or not cell.source.strip(): continue
+        if not cell.source.strip(): continue
+        if hidden & set(cell.metadata.get("tags", [])) or "hide" in directives:
+            cell.source, cell.outputs = "", [o for o in cell.get("outputs", []) if _is_ours(o)]
+            if not cell.outputs: continue
         cell.source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M)
         keep.append(cell)
     nb.cells = keep

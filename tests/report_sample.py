@@ -45,7 +45,7 @@ CELLS = [
     ("code", "display(HTML('<b id=foreign>not ours</b>' + HOSTILE)); display(Markdown('**bold** ' + HOSTILE)); HOSTILE"),
     ("code", "show_arms(result, {'jump_step': 'jump', 'final_loss': 'final loss', 'probes.math': 'math probe', 'no.such': 'none'}, 'Arms ' + HOSTILE)"),
     ("md", "## What was found"),
-    ("code", "show_claims(result, ['pinned', 'wrecked'])"),
+    ("code", "#| hide\nprint('hidden print')\nshow_claims(result, ['pinned', 'wrecked'])"),
     ("md", "## Loss by step\n\nThe same heading again, and a long line of code:\n\n```python\n" + "x = 1 + " * 60 + "1\n```"),
 ]
 

@@ -66,7 +66,7 @@ def test_links_between_pages_lead_somewhere(built):
 
 def test_parameters_hidden_cells_and_progress_are_left_out(built):
     text = page(built).get_text()
-    for gone in ("a secret parameter", "seed = 7", "import json, sys", "#|", "progress\n", "\x1b"):
+    for gone in ("a secret parameter", "seed = 7", "import json, sys", "hidden print", "show_claims", "#|", "progress\n", "\x1b"):
         assert gone not in text, gone
     assert page(built).select_one("details.code > summary").text == "Draw the loss"
     assert page(built).select("details.printed pre")[0].text.count("\n") > 25  # thirty lines of output are folded
