@@ -24,7 +24,7 @@ check:
 	PYTHON=$(PYTHON) bash .ci/run
 
 bench: $(VENV)/.has-dev
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m benchmark tests
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m benchmark -s tests/bench_*.py
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit("shohin needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
