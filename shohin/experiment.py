@@ -8,7 +8,7 @@ __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'corpus_for', 'b
            'recovery_steps', 'damage', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'load_claims', 'criterion_history',
            'judge', 'write_results', 'publish']
 
-# %% ../nbs/42_experiment.ipynb #e75c8985
+# %% ../nbs/42_experiment.ipynb #6335d6aa
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from .corpus import build_corpus, stdlib_sources
 from .diagnose import ema_before, jumps, pinned
 from .report import interval
 from .shards import Manifest, UserError
-from .train import RunConfig, flat, load_config, read_log, run_key, write_json
+from .train import RunConfig, Trainer, flat, load_config, read_log, run_key, write_json
 
 # %% ../nbs/42_experiment.ipynb #7f621ebb
 def _coerce(name, value, kind):
@@ -229,7 +229,7 @@ def damage(run: Run, reference: Run) -> dict:
     end = run.result["steps"]
     return {d: run.probe(d, end) - reference.probe(d, end) for d in reference.probes}
 
-# %% ../nbs/42_experiment.ipynb #f0aadeb4
+# %% ../nbs/42_experiment.ipynb #9876ff83
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -257,7 +257,7 @@ class Sweep:
         if self.only:
             self.need, n = set(), self.only
             while n: self.need.add(n); n = self.by[n].parent
-        self.done, self.manifests, self.rate = {}, {}, {}
+        self.done, self.manifests, self.ignored = {}, {}, set()
         self.runs.mkdir(parents=True, exist_ok=True)
 
     def config(self, a: Arm, seed: int) -> RunConfig:
@@ -280,33 +280,20 @@ class Sweep:
         if path not in self.manifests: self.manifests[path] = Manifest.load(Path(path))
         return self.manifests[path]
 
-    def find(self, key):
+    def find(self, key, job=None):
         "The record of a finished run: from its folder here, else from the committed ones."
         if (self.runs / key / "result.json").exists(): return make_record(self.runs / key)
-        if self.records and (f := self.records / f"{key}.json").exists(): return json.loads(f.read_text())
+        if self.records and job not in self.ignored and (f := Path(self.records) / f"{key}.json").exists(): return json.loads(f.read_text())
 
     def run(self):
+        "Train what is missing; {(arm, seed): Run}. Interrupted, it goes on where it was."
         todo = [(a.name, s) for s in self.seeds for a in self.arms if a.name in self.need]
-        live, self.total = {}, len(todo)
+        self.total, live = len(todo), {}
         try:
-            while todo or live:
-                for job in list(todo):
-                    a, seed = self.by[job[0]], job[1]
-                    if a.parent and (a.parent, seed) not in self.done: continue
-                    cfg = self.config(a, seed); key = run_key(cfg, self.manifest(cfg.corpus).hash)
-                    parent = self.done.get((a.parent, seed)) if a.parent else None
-                    keep_missing = [k for k in cfg.keep if (r := self.find(key)) and str(k) not in r["result"]["kept"]]
-                    if (r := self.find(key)) and not keep_missing:
-                        self.done[job] = Run(r, parent); todo.remove(job)
-                    elif keep_missing:     # finished earlier without a checkpoint that a new arm forks from
-                        shutil.rmtree(self.runs / key, ignore_errors=True)
-                        if len(live) < self.profile["jobs"]: live[job] = self.start(cfg, key); todo.remove(job)
-                    elif len(live) < self.profile["jobs"]:
-                        if parent is not None and not (self.runs / parent.key / "checkpoints" / f"step_{a.at:08d}").exists():
-                            # only the record of the parent is here: train it again, its checkpoint is needed
-                            self.records_off(a.parent, seed, todo); break
-                        live[job] = self.start(cfg, key); todo.remove(job)
-                self.watch(live)
+            while len(self.done) < self.total:
+                for job in [j for j in todo if j not in self.done and j not in live]:
+                    self.advance(*job, live, todo)
+                if live: self.watch(live)
         except BaseException:
             for p, _, _ in live.values(): p.terminate()
             raise
@@ -314,12 +301,26 @@ class Sweep:
             raise UserError(f"arms missing: {', '.join(missing)}")
         return self.done
 
-    def records_off(self, name, seed, todo):
-        "Forget a run known only by its record, and what hangs on it, so that it is trained here."
-        gone = [name] + [a.name for a in self.arms if a.parent == name]
-        for n in gone:
-            if self.done.pop((n, seed), None) is not None: todo.insert(0, (n, seed))
-        self.records = None
+    def advance(self, name, seed, live, todo):
+        "Take a job from the cache, or start it if its parent is there and a place is free."
+        a = self.by[name]; parent = self.done.get((a.parent, seed))
+        if a.parent and parent is None: return
+        cfg = self.config(a, seed); key = run_key(cfg, self.manifest(cfg.corpus))
+        record = self.find(key, (name, seed))
+        if record and not any(str(k) not in record["result"]["kept"] for k in cfg.keep):
+            self.done[name, seed] = Run(record, parent); return
+        if len(live) >= self.profile["jobs"]: return
+        if parent is not None and not (self.runs / parent.key / "checkpoints" / f"step_{a.at:08d}").exists():
+            self.forget(a.parent, seed); return          # known by its record only, but its checkpoint is needed
+        if record: shutil.rmtree(self.runs / key, ignore_errors=True)   # finished without a checkpoint that a new arm forks from
+        if self.profile["launcher"] == "inline": Trainer(cfg, self.runs, manifest=self.manifest(cfg.corpus)).run()
+        else: live[name, seed] = self.start(cfg, key)
+
+    def forget(self, name, seed):
+        "Train a run here that was known by its record only, and what forks from it."
+        self.ignored.add((name, seed)); self.done.pop((name, seed), None)
+        for a in self.arms:
+            if a.parent == name and (a.name, seed) in self.done: self.forget(a.name, seed)
 
     def start(self, cfg, key):
         "Start a child process that trains a config; it ends by itself when this process dies."
@@ -327,7 +328,7 @@ class Sweep:
         path = folder / "sweep.json"; path.write_text(json.dumps(asdict(cfg)))
         env = dict(os.environ, SHOHIN_PARENT=str(os.getpid()), OMP_NUM_THREADS=str(cfg.threads), MKL_NUM_THREADS=str(cfg.threads))
         out = open(folder / "stdout.txt", "a")
-        p = subprocess.Popen([sys.executable, "-m", "shohin.train", str(path), str(self.runs)], env=env, stdout=out, stderr=subprocess.STDOUT)
+        p = subprocess.Popen([sys.executable, "-m", "shohin.train", str(path), str(self.runs), key], env=env, stdout=out, stderr=subprocess.STDOUT)
         return p, cfg, folder
 
     def watch(self, live, interval=0.5):
@@ -336,7 +337,8 @@ class Sweep:
             for job, (p, cfg, folder) in live.items():
                 if (rc := p.poll()) is None: continue
                 last = (folder / "stdout.txt").read_text().strip().splitlines()[-1:] or ["no output"]
-                if rc: raise UserError(f"{cfg.name} ended with status {rc}: {last[0]} (run folder {folder.name})")
+                if rc or not (folder / "result.json").exists():
+                    raise UserError(f"{cfg.name} ended with status {rc}: {last[0].removeprefix('shohin: ')} (run folder {folder.name})")
                 del live[job]; return
             if self.progress: self.progress([self.where(*v[1:]) for v in live.values()], len(self.done), self.total)
             time.sleep(interval)
@@ -442,12 +444,14 @@ def judge(experiment: str, quantities: dict) -> list:
 
 def _region(r): return f"[{r[0]:g}, {r[1]:g}]"
 
-# %% ../nbs/42_experiment.ipynb #49a31d0c
+# %% ../nbs/42_experiment.ipynb #9d805ab9
 def write_results(experiment, sweep, arms: dict, quantities: dict, answers: list, out, t0, manifest=None, decimals=4, **more):
     """Write `<out>/<experiment>.json`. `arms`: {name: [one dict of numbers a seed]}; each gets the run's key and seed added."""
     root = repo_root()
     runs = sweep.done
-    entry = lambda n, s, d: dict(run=runs[n, s].key, seed=s, skips=runs[n, s].result["skips"], final_probes=runs[n, s].result["final_probes"], **d)
+    def entry(n, s, d):
+        r = runs[d.get("of", n), s]      # `of`: the arm whose run the numbers are from, where it is not the row's own
+        return dict(run=r.key, seed=s, skips=r.result["skips"], final_probes=r.result["final_probes"], **d)
     doc = dict(experiment=experiment, profile=sweep.profile["name"], seeds=list(sweep.seeds), commit=_git("rev-parse", "HEAD"),
                dirty=bool(_git("status", "--porcelain", "--", "nbs", "shohin")),
                config_hash=hashlib.sha256(json.dumps(dict(sweep.base, profile=sweep.profile), sort_keys=True).encode()).hexdigest()[:16],

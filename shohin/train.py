@@ -7,9 +7,10 @@ __all__ = ['RunConfig', 'load_config', 'lr_scale', 'flat', 'reachable_source', '
            'tensors_hash', 'save_checkpoint', 'checkpoints', 'load_checkpoint', 'read_log', 'Trainer', 'history',
            'log_line', 'main']
 
-# %% ../nbs/20_train.ipynb #327f376f
+# %% ../nbs/20_train.ipynb #d1023700
 import ast, fcntl, hashlib, json, math, os, shutil, sys, time
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 
 # Dynamic threading lets the BLAS pick another number of threads, hence another order of summation, when
@@ -119,7 +120,7 @@ def _code(node):
             n.body = n.body[1:] or [ast.Pass()]
     return ast.unparse(node)
 
-# %% ../nbs/20_train.ipynb #d8c11a5b
+# %% ../nbs/20_train.ipynb #11cc009a
 def reachable_source(entries=(("train", "Trainer"),), root=None, outside=("shards",)):
     """{`module.name`: code} of every definition in the package that the entries can reach by name. Not followed into
     the shard readers: which tokens they give is already in the key, as the manifest's content hashes."""
@@ -139,14 +140,16 @@ def reachable_source(entries=(("train", "Trainer"),), root=None, outside=("shard
             elif m := _inside(n): todo += [(m, a.name) for a in n.names]
     return dict(sorted(seen.items()))
 
-def source_hash(**kw):
-    "SHA-256 over `reachable_source`."
-    return hashlib.sha256(json.dumps(reachable_source(**kw)).encode()).hexdigest()
+@cache
+def source_hash():
+    "SHA-256 over `reachable_source`, as it was when this process first asked: the code it runs does not change either."
+    return hashlib.sha256(json.dumps(reachable_source()).encode()).hexdigest()
 
-# %% ../nbs/20_train.ipynb #daf8667f
-def run_key(cfg: RunConfig, manifest_hash: str, source: str | None = None) -> str:
-    "SHA-256 of the canonical config (parent checkpoint's hash in it), manifest, torch version and reachable source."
-    parts = [cfg.canonical(), manifest_hash, torch.__version__, source or source_hash()]
+# %% ../nbs/20_train.ipynb #e6608172
+def run_key(cfg: RunConfig, manifest: Manifest, source: str | None = None) -> str:
+    "SHA-256 of the canonical config (parent checkpoint's hash in it), the data, torch version and reachable source."
+    probes = {d: e["sha256"] for d, e in manifest.meta.get("probes", {}).items()}   # they decide what the log says
+    parts = [cfg.canonical(), manifest.hash, json.dumps(probes, sort_keys=True), torch.__version__, source or source_hash()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 # %% ../nbs/20_train.ipynb #adc4a056
@@ -233,14 +236,14 @@ def _num(x, digits=6):
     "A float for the log: rounded to significant digits, non-finite values as strings."
     return float(f"{x:.{digits}g}") if math.isfinite(x) else str(x)
 
-# %% ../nbs/20_train.ipynb #b52399e0
+# %% ../nbs/20_train.ipynb #d1d8c6c7
 class Trainer:
     "Train one `RunConfig` in a run folder; resumes there if it was interrupted."
     def __init__(self, cfg: RunConfig, runs, say=None, manifest=None):
         self.cfg, self.runs, self.say = cfg, Path(runs), say or (lambda line: None)
         torch.set_num_threads(cfg.threads)
         self.manifest = manifest or Manifest.load(Path(cfg.corpus))
-        self.key = run_key(cfg, self.manifest.hash)
+        self.key = run_key(cfg, self.manifest)
         self.folder = self.runs / self.key
         self.order = make_order(cfg.order, self.manifest, cfg.batch_size, cfg.seq_len)
         self.loader = Loader(self.order, self.manifest)
@@ -400,7 +403,7 @@ def history(runs, key, stop=None) -> list:
     rows = (history(runs, parent["run"], parent["step"]) if parent else []) + read_log(folder / "log.jsonl")
     return [r for r in rows if stop is None or r["step"] < stop]
 
-# %% ../nbs/20_train.ipynb #512b3157
+# %% ../nbs/20_train.ipynb #72111d5f
 def log_line(row) -> str:
     "A line for people and for log readers: `step 10 loss 2.5000 gnorm 0.11 lr 0.0005`."
     return f"step {row['step']} loss {float(row['loss']):.4f} gnorm {float(row['grad_norm']):.2f} lr {row['lr']:.4g}"
@@ -409,13 +412,15 @@ def main(argv=None):
     "Train the config in a JSON file: `python -m shohin.train CONFIG.json RUNS`. Exit status 2: the input cannot be used."
     args = sys.argv[1:] if argv is None else argv
     try:
-        if len(args) != 2: raise UserError("usage: python -m shohin.train CONFIG.json RUNS")
+        if len(args) not in (2, 3): raise UserError("usage: python -m shohin.train CONFIG.json RUNS [KEY]")
         try: d = json.loads(Path(args[0]).read_text())
         except (OSError, ValueError) as e: raise UserError(f"cannot read config {args[0]}: {e}") from None
         d = {k: v for k, v in d.items() if k not in ("key", "manifest_hash")}
         say = lambda line: print(line, flush=True)
         every = lambda row: say(log_line(row)) if row["step"] % 100 == 0 else None
-        r = Trainer(load_config(d), args[1], say).run(every)
+        trainer = Trainer(load_config(d), args[1], say)
+        if args[2:] and args[2] != trainer.key: raise UserError("the source changed after this run was planned; start the sweep again")
+        r = trainer.run(every)
         say(f"done {r['name']} {r['key']}: {r['steps']} steps, {r['skips']} skipped" + (f", stopped: {r['stopped']}" if r["stopped"] else ""))
     except UserError as e:
         print(f"shohin: {e}", file=sys.stderr); return 2
