@@ -140,7 +140,7 @@ def adamw_update_norms(opt, names):
 OPTIM = dict(no_muon=False, muon_lr=0.02, adamw_lr=3e-3, momentum=0.95, nesterov=True, betas=(0.9, 0.95), eps=1e-8,
              weight_decay=0.0, ns_steps=5, ns_dtype=None, trust_clamp=None)   # the seed's; `no_muon` gives the matrices to AdamW
 
-# %% ../nbs/12_muon.ipynb #a2b22d99
+# %% ../nbs/12_muon.ipynb #2aa934f1
 class Optimizers:
     """Muon on the hidden matrices and AdamW on the rest (or AdamW on all), stepped, scheduled and saved as one.
 
@@ -208,10 +208,12 @@ class Optimizers:
         if strict and (missing or extra):
             what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this model and optimizer do not"
             raise UserError(f"optimizer state {what}: resume with the same model and optimizer, or with a fresh optimizer")
-        for name in mine.keys() & tensors.keys():
+        both = sorted(mine.keys() & tensors.keys())
+        for name in both:
             if mine[name].shape != tensors[name].shape:
-                raise UserError(f"optimizer state {name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(mine[name].shape)}")
-            mine[name].copy_(tensors[name])
+                raise UserError(f"optimizer state {name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(mine[name].shape)}: "
+                                "resume with the model's own config")
+        for name in both: mine[name].copy_(tensors[name])
         for p in self.adamw.param_groups[0]["params"]:
             key = f"adamw.step.{self.names[p]}"
             if key in scalars: self.adamw.state[p]["step"].fill_(scalars[key])
