@@ -321,7 +321,7 @@ def _decompress(file: _File):
         if frame.eof: frame = None
     if frame is not None: raise ShardError(file.path, file.size, f'the file ends inside the zstd frame that begins at byte {begin}')
 
-# %% ../nbs/00_shards.ipynb #a91b908b
+# %% ../nbs/00_shards.ipynb #6c752a86
 def _content_size(file: _File) -> int | None:
     "Bytes a zstd file unpacks to, as its frames state it, or None. Hops from block head to block head, so a missing end is found at once."
     at, total, blocks = 0, 0, 0
@@ -333,7 +333,7 @@ def _content_size(file: _File) -> int | None:
             except zstandard.ZstdError as e: raise ShardError(file.path, at, f'expected a zstd frame: {e}') from e
             last = 0
             while not last:
-                if (blocks := blocks + 1) > 1 << 20: return None
+                if (blocks := blocks + 1) > 1 << 17: return None       # 16 GiB of full blocks; hostile ones are empty
                 block = int.from_bytes(file.read(end, 3), 'little')
                 last, kind, size = block & 1, block >> 1 & 3, block >> 3
                 if kind == 3: raise ShardError(file.path, end, 'expected the head of a zstd block')
