@@ -6,7 +6,7 @@
 __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'corpus_for', 'block_plan', 'base_config', 'Arm', 'check_arms',
            'make_record', 'Run', 'loss_ratios', 'ratio_at', 'worst_ratio', 'first_jump', 'pinned_ratio',
            'recovery_steps', 'damage', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'load_claims', 'criterion_history',
-           'judge', 'write_results', 'publish']
+           'judge', 'write_results']
 
 # %% ../nbs/42_experiment.ipynb #6335d6aa
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
@@ -444,7 +444,7 @@ def judge(experiment: str, quantities: dict) -> list:
 
 def _region(r): return f"[{r[0]:g}, {r[1]:g}]"
 
-# %% ../nbs/42_experiment.ipynb #9d805ab9
+# %% ../nbs/42_experiment.ipynb #f58e24d8
 def write_results(experiment, sweep, arms: dict, quantities: dict, answers: list, out, t0, manifest=None, decimals=4, **more):
     """Write `<out>/<experiment>.json`. `arms`: {name: [one dict of numbers a seed]}; each gets the run's key and seed added."""
     root = repo_root()
@@ -459,6 +459,7 @@ def write_results(experiment, sweep, arms: dict, quantities: dict, answers: list
                versions=next(iter(runs.values())).record["versions"], machine=f"{platform.machine()}, {os.cpu_count()} cores",
                wall_s=round(time.time() - t0, 1),
                train_s=round(sum(r.result["s_per_step"] * len(r.step) for r in runs.values()), 1),
+               runs={n: {str(s): runs[n, s].key for s in sweep.seeds} for n in sweep.by},
                arms={n: [entry(n, s, d) for s, d in zip(sweep.seeds, rows, strict=True)] for n, rows in arms.items()},
                claims=judge(experiment, quantities), answers=answers, **more)
     doc = _clean(doc, decimals)
@@ -474,8 +475,3 @@ def _clean(x, digits):
     if isinstance(x, np.integer): return int(x)
     if isinstance(x, (float, np.floating)): return _round(x, digits)
     return x
-
-def publish(sweep, where):
-    "Copy the records of a sweep's runs to the committed folder `where`."
-    where = Path(where); where.mkdir(parents=True, exist_ok=True)
-    for r in sweep.done.values(): (where / f"{r.key}.json").write_text(json.dumps(r.record, separators=(",", ":")) + "\n")
