@@ -1,6 +1,7 @@
 """Pages say what their results say, refuse what must not be published, and let no text become markup."""
 import copy
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -284,3 +285,21 @@ def test_a_figure_too_large_for_svg_becomes_a_png(monkeypatch):
     ax.plot(np.random.default_rng(0).normal(size=3000))
     report.show_figure(fig, alt="noise", caption="c", max_bytes=1000)
     assert re.match(r"[A-Za-z0-9+/]+=*$", shown[0][0]["image/png"]) and shown[0][1]["image/png"]["alt"] == "noise"
+
+
+def test_the_jump_has_the_colour_of_what_is_read_there():
+    log = [{"step": s, "loss": 1.0 if s < 50 else 3.0, "domains": {"code_python": 12} if s < 50 else {"math": 12}} for s in range(100)]
+    fig, ax = plt.subplots()
+    report.plot_loss(ax, log)
+    code, new = ax.get_lines()
+    assert code.get_color() == report.DOMAIN_COLORS["code_python"] and max(code.get_xdata()) == 49 and max(code.get_ydata()) == 1
+    assert new.get_color() == report.DOMAIN_COLORS["math"] and min(new.get_xdata()) == 49 and [line.get_label() for line in (code, new)] == ["code python", "math"]
+    plt.close(fig)
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 5, 6, 9, 40])
+def test_t_distribution_is_the_integral_of_its_density(df):
+    t = report.t_quantile(0.95, df)
+    x = np.linspace(-t, t, 200_001)
+    density = (1 + x * x / df) ** (-(df + 1) / 2) * math.gamma((df + 1) / 2) / math.sqrt(df * math.pi) / math.gamma(df / 2)
+    assert np.trapezoid(density, x) == pytest.approx(0.95, abs=1e-6)
