@@ -418,11 +418,11 @@ def _head_of(page: str) -> tuple[str, str]:
     meta = _Reader(page).meta
     return meta.get("shohin-title", ""), meta.get("shohin-summary", "")
 
-# %% ../nbs/41_report.ipynb #0cc61e7b
+# %% ../nbs/41_report.ipynb #cc55ea53
 def build_site(notebooks, results_dir, out) -> Path:
     """Make `out`/index.html and one page for each executed notebook, named like it; returns the index. The results
-    are `results_dir`/NAME.json and are copied to `out`/results unless they lie there. Pages already in `out` whose
-    results are there too stay in the index. Nothing is written unless all of it can be."""
+    are `results_dir`/NAME.json and are copied to `out`/results. Pages made earlier, with their results in `out`, stay in
+    the index. Nothing is written unless all of it can be."""
     import nbformat
     results_dir, out = Path(results_dir), Path(out)
     pages, results = {}, {}
@@ -433,13 +433,14 @@ def build_site(notebooks, results_dir, out) -> Path:
         results[path.stem] = _result(results_dir / f"{path.stem}.json")
         pages[path.stem] = _page(nb, results[path.stem], path.stem)
     titles = {name: _head_of(page) for name, page in pages.items()}
-    for path in sorted(out.glob("*.html")):
-        if path.stem not in pages and (results_dir / f"{path.stem}.json").exists():
-            titles[path.stem], results[path.stem] = _head_of(path.read_text()), _result(results_dir / f"{path.stem}.json")
+    files = {f"results/{name}.json": (results_dir / f"{name}.json").read_text(encoding="utf-8") for name in results}
+    for path in sorted(out.glob("*.html")):  # pages made earlier
+        earlier = out / "results" / f"{path.stem}.json"
+        if path.stem in pages or not earlier.exists(): continue
+        pages[path.stem], results[path.stem] = path.read_text(encoding="utf-8"), _result(earlier)
+        titles[path.stem], files[f"results/{path.stem}.json"] = _head_of(pages[path.stem]), earlier.read_text(encoding="utf-8")
     pages["index"] = _index(list(results.values()), titles)
-    files = {f"{name}.html": page for name, page in pages.items()}
-    files |= {f"results/{name}.json": (results_dir / f"{name}.json").read_text(encoding="utf-8") for name in results}
-    files |= {p.name: p.read_text(encoding="utf-8") for p in out.glob("*.html") if p.name not in files}
+    files |= {f"{name}.html": page for name, page in pages.items()}
     with tempfile.TemporaryDirectory() as trial:
         for name, text in files.items(): _write(Path(trial) / name, text)
         if problems := check_pages(trial): raise UserError("; ".join(problems[:3]))
