@@ -40,7 +40,7 @@ def wide(x, like=None):
 # %% ../nbs/12_muon.ipynb #e330cc84
 CPU_STACK = 2**22   # elements in one stack: larger ones leave a CPU's cache and run 5 % slower (a GPU takes all at once)
 
-# %% ../nbs/12_muon.ipynb #ed320c4d
+# %% ../nbs/12_muon.ipynb #005993b6
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised. `params`: 2-D parameters, or (name, parameter) pairs.
 
@@ -81,12 +81,14 @@ class Muon(torch.optim.Optimizer):
         grads, bufs = [p.grad for p in params], [self.momentum(p) for p in params]
         torch._foreach_lerp_(bufs, grads, 1 - mu)
         updates = torch._foreach_lerp(grads, bufs, mu) if group["nesterov"] else bufs
-        X = torch.stack([wide(u) for u in updates])                                   # (N, m, n), m <= n
-        exact = torch.promote_types(X.dtype, torch.float32)
-        X = newton_schulz(X.to(group["ns_dtype"] or (torch.bfloat16 if X.is_cuda else exact)), group["ns_steps"], group["ns_coefficients"])
+        exact = torch.promote_types(params[0].dtype, torch.float32)
+        dtype, device = group["ns_dtype"] or (torch.bfloat16 if params[0].is_cuda else exact), params[0].device
+        X = torch.empty(len(params), *wide(params[0]).shape, dtype=dtype, device=device)       # (N, m, n), m <= n
+        for x, u in zip(X, updates, strict=True): x.copy_(wide(u))
+        X = newton_schulz(X, group["ns_steps"], group["ns_coefficients"])
 
         scale = [lr * math.sqrt(max(1, p.shape[0] / p.shape[1])) for p in params]
-        scale = torch.tensor(scale, dtype=exact, device=X.device)                     # (N,)
+        scale = torch.tensor(scale, dtype=exact, device=device)                       # (N,)
         if self.record_norms or group["trust_clamp"] is not None:
             norms = scale * torch.linalg.vector_norm(X, dim=(1, 2), dtype=exact)
         if group["trust_clamp"] is not None:
