@@ -75,10 +75,11 @@ class _File:
 
     __del__ = close
 
-# %% ../nbs/00_shards.ipynb #4764cdcd
+# %% ../nbs/00_shards.ipynb #08a0a720
 class Reader:
     "Tokens of one shard. `dtype` is what `read` returns: uint16 or uint32."
     format, evidence, _index, file = '', (), None, None
+    checksums = False           # does the file itself show damage to its tokens?
 
     def _span(self, start, stop) -> tuple[int, int]:
         start, stop = int(start), int(stop)
@@ -200,7 +201,7 @@ def _check_head(file: _File, k: int, at: int, packed: int, content: int, checksu
     if frame.content_size != content: raise ShardError(file.path, at, f'frame {k} holds {frame.content_size} bytes, the seek table says {content}')
     return True
 
-# %% ../nbs/00_shards.ipynb #cb30ed29
+# %% ../nbs/00_shards.ipynb #c47b24e6
 class ZstReader(Reader):
     "Multi-frame zstd with a checked seek table: decompresses only the frames a read touches, and keeps the last one."
     format = 'zst'
@@ -209,7 +210,7 @@ class ZstReader(Reader):
         self.starts = np.concatenate([[0], np.cumsum(table[:, 0])])                              # byte where frame k begins
         self.first = np.concatenate([[0], np.cumsum(table[:, 1] // self.dtype.itemsize)])         # its first token
         self.tokens, self._last, self._zstd = int(self.first[-1]), (-1, None), threading.local()  # contexts are not thread-safe
-        self._work, self._raw = 0, None
+        self._work, self._raw, self.checksums = 0, None, bool((table[:, 2] >= 0).all())
 
     def _frame_of(self, token): return int(np.searchsorted(self.first, token, 'right')) - 1
     def byte(self, token): return int(self.starts[min(self._frame_of(token), len(self.starts) - 1)])
@@ -321,10 +322,10 @@ def _decompress(file: _File):
         if frame.eof: frame = None
     if frame is not None: raise ShardError(file.path, file.size, f'the file ends inside the zstd frame that begins at byte {begin}')
 
-# %% ../nbs/00_shards.ipynb #6c752a86
-def _content_size(file: _File) -> int | None:
-    "Bytes a zstd file unpacks to, as its frames state it, or None. Hops from block head to block head, so a missing end is found at once."
-    at, total, blocks = 0, 0, 0
+# %% ../nbs/00_shards.ipynb #52eb7d7f
+def _content_size(file: _File) -> tuple[int | None, bool]:
+    "Bytes a zstd file unpacks to, as its frames state it, or None; and whether all have a checksum. Hops from block head to block head, so a missing end is found at once."
+    at, total, blocks, checksums = 0, 0, 0, True
     while at < file.size:
         head = file.read(at, min(18, file.size - at))
         if int.from_bytes(head[:4], 'little') & 0xFFFFFFF0 == _SKIPPABLE: end = at + 8 + int.from_bytes(head[4:8], 'little')
@@ -333,25 +334,26 @@ def _content_size(file: _File) -> int | None:
             except zstandard.ZstdError as e: raise ShardError(file.path, at, f'expected a zstd frame: {e}') from e
             last = 0
             while not last:
-                if (blocks := blocks + 1) > 1 << 17: return None       # 16 GiB of full blocks; hostile ones are empty
+                if (blocks := blocks + 1) > 1 << 17: return None, False       # 16 GiB of full blocks; hostile ones are empty
                 block = int.from_bytes(file.read(end, 3), 'little')
                 last, kind, size = block & 1, block >> 1 & 3, block >> 3
                 if kind == 3: raise ShardError(file.path, end, 'expected the head of a zstd block')
                 end += 3 + (1 if kind == 1 else size)
             end += 4 * frame.has_checksum
+            checksums &= frame.has_checksum
             total = None if total is None or frame.content_size == zstandard.CONTENTSIZE_UNKNOWN else total + frame.content_size
         if end > file.size: raise ShardError(file.path, file.size, f'the file ends inside the zstd frame that begins at byte {at}')
         at = end
     if total and total > max(64 << 20, MAX_RATIO * file.size): raise ShardError(file.path, 0, f'promises to unpack to {total} bytes: no shard of tokens')
-    return total
+    return total, checksums
 
-# %% ../nbs/00_shards.ipynb #998172bd
+# %% ../nbs/00_shards.ipynb #22e42ac2
 class ZstStream(Reader):
     "zstd that cannot be read in the middle: `blocks` streams it, the first `read` unpacks it to the raw cache."
     format = 'zst'
     def __init__(self, file: _File, dtype):
         self.file, self.path, self.dtype, self._raw = file, file.path, np.dtype(dtype), None
-        raw, size = _from_cache(file), _content_size(file)
+        raw, (size, self.checksums) = _from_cache(file), _content_size(file)
         if size is None: size = raw.size - 8 if raw else sum(len(piece) for piece in _decompress(file))
         if size % self.dtype.itemsize: raise ShardError(file.path, file.size, f'unpacks to {size} bytes, no whole number of {dtype} tokens')
         self.tokens = size // self.dtype.itemsize
@@ -646,17 +648,17 @@ def _open_raw(file: _File, dtype=None) -> Reader:
     if file.size % width: raise ShardError(file.path, file.size // width * width, f'expected {width} bytes a token, {file.size % width} are left over at the end')
     return FlatReader(file, 'raw', 0, file.size // width, stored, index, evidence)
 
-# %% ../nbs/00_shards.ipynb #7ccb1523
+# %% ../nbs/00_shards.ipynb #e5c1fc27
 BLOCK = 4096                    # tokens in a sampled block
 
 class Digest:
-    "SHA-256 of a stream of n tokens, and the hashes of its first, middle and last block: what opening a shard compares."
-    def __init__(self, n: int):
-        self.sha, self.at, self.n = hashlib.sha256(), 0, n
+    "SHA-256 of a stream of n tokens (if `whole`), and the hashes of its first, middle and last block: what opening a shard compares."
+    def __init__(self, n: int, whole: bool = True):
+        self.sha, self.at, self.whole = hashlib.sha256(), 0, whole
         self.parts = [(a, min(a + BLOCK, n), hashlib.sha256()) for a in (0, max(0, (n - BLOCK) // 2), max(0, n - BLOCK))]
 
     def update(self, block: np.ndarray):
-        self.sha.update(block)
+        if self.whole: self.sha.update(block)
         for a, b, sha in self.parts:
             if (part := block[max(a - self.at, 0):max(b - self.at, 0)]).size: sha.update(part)
         self.at += len(block)
