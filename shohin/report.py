@@ -418,11 +418,11 @@ def _head_of(page: str) -> tuple[str, str]:
     meta = _Reader(page).meta
     return meta.get("shohin-title", ""), meta.get("shohin-summary", "")
 
-# %% ../nbs/41_report.ipynb #cc55ea53
-def build_site(notebooks, results_dir, out) -> Path:
+# %% ../nbs/41_report.ipynb #3f57d666
+def build_site(notebooks, results_dir, out, order=()) -> Path:
     """Make `out`/index.html and one page for each executed notebook, named like it; returns the index. The results
     are `results_dir`/NAME.json and are copied to `out`/results. Pages made earlier, with their results in `out`, stay in
-    the index. Nothing is written unless all of it can be."""
+    the index, which lists the experiments in `order`. Nothing is written unless all of it can be."""
     import nbformat
     results_dir, out = Path(results_dir), Path(out)
     pages, results = {}, {}
@@ -439,7 +439,8 @@ def build_site(notebooks, results_dir, out) -> Path:
         if path.stem in pages or not earlier.exists(): continue
         pages[path.stem], results[path.stem] = path.read_text(encoding="utf-8"), _result(earlier)
         titles[path.stem], files[f"results/{path.stem}.json"] = _head_of(pages[path.stem]), earlier.read_text(encoding="utf-8")
-    pages["index"] = _index(list(results.values()), titles)
+    rank = {name: i for i, name in enumerate(order)}
+    pages["index"] = _index([results[n] for n in sorted(results, key=lambda n: (rank.get(n, len(rank)), n))], titles)
     files |= {f"{name}.html": page for name, page in pages.items()}
     with tempfile.TemporaryDirectory() as trial:
         for name, text in files.items(): _write(Path(trial) / name, text)
