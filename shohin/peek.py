@@ -173,7 +173,7 @@ def split_docs(tokens: np.ndarray, start: int, begins, decode: Callable, eos: in
     return tuple(Doc(start + a, start + b, a in begins, b in begins or (last and b == len(tokens)), text(tokens[a:b]))
                  for a, b in pairwise(cuts))
 
-# %% ../nbs/03_peek.ipynb #433f3746
+# %% ../nbs/03_peek.ipynb #b0c3ed20
 @dataclass(frozen=True)
 class PeekBatch:
     "The rows one rank reads in one step; `domains` counts the rows of the whole global batch."
@@ -200,8 +200,8 @@ class PeekResult:
         return d
 
     def to_json(self, indent: int | None = None) -> str:
-        "JSON in printable ASCII: controls, bidirectional overrides and surrogates are escaped, DEL too."
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False).replace('\x7f', '\\u007f')
+        "JSON in printable ASCII: controls, bidirectional overrides and surrogates are escaped."
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def render(self, chars: int | None = 600):
         "For rich's `Console.print`; safe for a terminal. At most `chars` characters of each row's text (None: all)."

@@ -32,7 +32,10 @@ def manifest(tmp_path_factory):
     return m
 
 
-@pytest.fixture(scope='module', params=[ContiguousOrder, RoundRobinOrder, InterleavedOrder])
+def switched(*args): return switch(ContiguousOrder(*args), 5, InterleavedOrder(*args))
+
+
+@pytest.fixture(scope='module', params=[ContiguousOrder, RoundRobinOrder, InterleavedOrder, switched])
 def order(request, manifest): return request.param(manifest, 12, 16)
 
 
@@ -144,6 +147,16 @@ def test_an_epoch_reads_every_row_once(manifest):
     loader = DataLoader(Loader(order, manifest, stop=rows // 12), batch_size=None, num_workers=3)
     tokens = torch.cat([b.tokens.flatten() for b in loader]).numpy()
     assert len(np.unique(tokens)) == len(tokens) == rows // 12 * 12 * 17
+
+
+def test_an_order_that_ends(manifest):
+    "All of its steps are served, and the first beyond says why there is none."
+    order = InterleavedOrder(manifest, 12, 16, max_epochs=1)
+    loader = Loader(order, manifest)
+    assert [loader.batch(s).step for s in range(order.end)] == list(range(order.end))
+    with pytest.raises(UserError) as e: loader.batch(order.end)
+    assert str(e.value) == order.end_why
+    with pytest.raises(UserError): Loader(order, manifest, step=order.end + 1)
 
 
 def test_resume_needs_the_same_data_and_order(manifest, tmp_path):

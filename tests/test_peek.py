@@ -190,6 +190,13 @@ def test_documents_that_begin_with_eos(tmp_path):
             assert [d.stop for d in r.docs if d.closes] == [b for b in [*begins, length] if r.start < b <= r.stop]
 
 
+def test_a_document_that_ends_with_its_shard(tmp_path):
+    write_corpus(tmp_path, {'a': ['five!']}, repeat=5)                  # 30 tokens: the last row of 10 ends with the shard
+    manifest = build_manifest(tmp_path, 'bytes', 257, EOS)
+    rows = peek(manifest, ContiguousOrder(manifest, 3, 9), 0).batches[0].rows
+    assert [(d.start, d.stop, d.opens, d.closes) for d in rows[2].docs] == [(20, 24, False, True), (24, 30, True, True)]
+
+
 def test_around_stops_at_both_ends(corpus):
     manifest, _ = corpus
     order = InterleavedOrder(manifest, 2, 30)
