@@ -203,7 +203,12 @@ class Segments:
         take = np.clip(n - (self.ends - (self.stop - self.start)), 0, self.stop - self.start)
         return [(s, a, a + t, times) for s, a, t in zip(self.shard.tolist(), self.start.tolist(), take.tolist()) if t]
 
-# %% ../nbs/02_order.ipynb #114255fc
+# %% ../nbs/02_order.ipynb #5ace429b
+def _distinct(x):
+    "The distinct values of an integer array with few of them (np.unique hashes or sorts every element)."
+    return sorted(set(x[np.flatnonzero(np.diff(x, prepend=x[:1] - 1))].tolist())) if len(x) else []
+
+# %% ../nbs/02_order.ipynb #7b174ad5
 class Stream:
     "`first` is read once, then `epoch(0)`, `epoch(1)` ... (all of `size` rows) for ever."
     def __init__(self, first, epoch):
@@ -219,7 +224,7 @@ class Stream:
         "Positions k (array) -> (shard, row within shard)."
         shard, row = np.empty_like(k), np.empty_like(k)
         e = np.where(k < self.first.size, -1, (k - self.first.size) // max(self.size, 1))
-        for u in np.unique(e).tolist():
+        for u in _distinct(e):
             m = e == u
             shard[m], row[m] = self.first.locate(k[m]) if u < 0 else self.epoch(u).locate(k[m] - self.first.size - u * self.size)
         return shard, row
@@ -546,7 +551,7 @@ def integer_weights(weights, domains):
         if w and not i: raise UserError(f'the weight of {d!r} is {float(w / total):.1e} of the mix and would round to nothing: raise it or set it to 0')
     return ints
 
-# %% ../nbs/02_order.ipynb #7767c2c7
+# %% ../nbs/02_order.ipynb #156d4fdd
 class InterleavedOrder(Order):
     """Domains apportioned by `Mix`, each read in a keyed permutation that is new every epoch.
 
@@ -587,8 +592,9 @@ class InterleavedOrder(Order):
 
     def _each_stage(self, k):
         "(mask or slice of k, stage) for the stages that hold some of the sequence numbers k."
+        if len(self._stages) == 1: yield slice(None), self._stages[0]; return
         which = np.searchsorted([s for s, _, _ in self._stages], k, side='right') - 1
-        for i in np.unique(which).tolist(): yield which == i, self._stages[i]
+        for i in _distinct(which): yield which == i, self._stages[i]
 
     def _draws(self, k):
         "Sequence numbers -> (domain, how many rows of that domain this order drew before)."
@@ -612,16 +618,16 @@ class InterleavedOrder(Order):
         if early.any(): out[early] = pool.at(permute(j[early], pool.size, self._keys(d, done, self.start)))
         if not early.all():
             e, r = np.divmod(j[~early] - pool.size, N)
-            which, inv = np.unique(e, return_inverse=True)
-            keys = np.stack([self._keys(d, done + 1 + int(u)) for u in which], axis=1)
-            out[~early] = permute(r, N, keys[:, inv] if len(which) > 1 else keys[:, 0])
+            which = _distinct(e)
+            keys = np.stack([self._keys(d, done + 1 + u) for u in which], axis=1)
+            out[~early] = permute(r, N, keys[:, np.searchsorted(which, e)] if len(which) > 1 else keys[:, 0])
         return out
 
     def _locate(self, k):
         dom, j = self._draws(k)
         shard, row = np.empty_like(k), np.empty_like(k)
-        for d in np.unique(dom).tolist():
-            m = dom == d
+        for d in np.flatnonzero(np.bincount(dom)).tolist():
+            m = np.flatnonzero(dom == d)
             shard[m], row[m] = self.index.shard_row(d, self._domain_row(d, j[m]))
         return shard, row
 
