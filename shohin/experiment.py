@@ -108,7 +108,7 @@ def check_arms(arms):
         out += ready; todo = [a for a in todo if a not in ready]
     return out
 
-# %% ../nbs/42_experiment.ipynb #2d5a1702
+# %% ../nbs/42_experiment.ipynb #450a04ea
 def _runs_of(values):
     "[[first index, value], ...] where the value changes."
     out = []
@@ -127,9 +127,9 @@ def make_record(folder, limit=20_000) -> dict:
     rows = read_log(folder / "log.jsonl")
     probes = [r for r in rows if "probes" in r]
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
-    for digits, every in ((4, 4), (4, 16), (3, 16), (3, 64)):
+    for digits, every in ((4, 1), (4, 4), (4, 16), (3, 16), (3, 64)):
         log = dict(start=rows[0]["step"] if rows else result["start"], loss=[_round(r["loss"], digits) for r in rows], every=every,
-                   grad_norm=[_round(r["grad_norm"], 3) for r in rows[::every]],
+                   grad_norm=[_round(r["grad_norm"], digits - 1) for r in rows[::every]],
                    decision=_runs_of([r["decision"] for r in rows]),
                    domains=_runs_of([r["domains"] for r in rows])[:200],
                    probes=dict(step=[r["step"] for r in probes], **{d: [_round(r["probes"][d], 4) for r in probes] for d in (probes[0]["probes"] if probes else ())}))

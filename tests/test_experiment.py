@@ -86,8 +86,8 @@ def test_children_run_in_processes_and_fail_in_one_line(small, tmp_path):
     arms = [Arm("a", order=dict(kind="interleaved"), guard="none", steps=6), Arm("b", order=dict(kind="interleaved"), guard="seed", steps=6)]
     runs = Sweep("x", prof, arms, [1], base_config(prof), data=tmp_path).run()
     assert runs["a", 1].result["weights"] == runs["b", 1].result["weights"] and runs["a", 1].key != runs["b", 1].key
-    broken = [Arm("c", order=dict(kind="contiguous", plan=[10**6]), guard="none", steps=6)]
-    with pytest.raises(UserError, match=r"x/c/1 ended with status 2: .*shard"): Sweep("x", prof, broken, [1], base_config(prof), data=tmp_path).run()
+    broken = [Arm("c", order=dict(kind="interleaved"), guard="seeed", steps=6)]
+    with pytest.raises(UserError, match=r"x/c/1 ended with status 2: unknown guard 'seeed'"): Sweep("x", prof, broken, [1], base_config(prof), data=tmp_path).run()
     assert c.manifest.hash
 
 

@@ -170,6 +170,18 @@ def test_key_sees_code_not_comments(cfg, tmp_path):
     assert key() != first
 
 
+def test_key_is_about_the_rows_that_are_read(cfg):
+    "An order spelt differently that reads the same rows is the same run; another row anywhere, another run."
+    from shohin.order import shuffled_shards
+    from shohin.shards import Manifest
+    m = Manifest.load(Path(cfg.corpus))
+    key = lambda **order: run_key(replace(cfg, order=dict(kind="contiguous", **order)), m)
+    plan = [int(i) for i in shuffled_shards(m, 5)]
+    assert key(data_seed=5) == key(plan=plan) != key(data_seed=6)
+    assert key(plan=plan, restarts=[0, 59]) != key(plan=plan)
+    assert key(plan=plan, restarts=[0, 60]) == key(plan=plan)     # the run ends at 60
+
+
 def test_finished_run_is_a_cache(cfg, tmp_path):
     a = Trainer(cfg, tmp_path).run()
     t = Trainer(cfg, tmp_path)
