@@ -61,6 +61,7 @@ def main():
         assert diagnosis, "diagnose says nothing"
         call("replay", run, "--guard", "seed")
         call("scan", Path(d) / "no such folder", status=(2,))
+        for command in (("train", manifest), ("reproduce",)): call(*command, status=(2,))  # one line that says to install torch
     print("core works without", ", ".join(HEAVY))
 
 
