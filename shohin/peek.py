@@ -212,7 +212,7 @@ class PeekResult:
         "One self-contained page without scripts, everything from the corpus escaped."
         return to_html(self)
 
-# %% ../nbs/03_peek.ipynb #e8e43738
+# %% ../nbs/03_peek.ipynb #adc9cee9
 _LABELS = {'tokens': '{:,.0f} tokens', 'distinct': '{:,.0f} distinct', 'entropy': '{:.2f} bits/token', 'eos': '{:,.0f} EOS',
            'longest_run': 'longest run {:,.0f}', 'digits': 'digits {:.1%}', 'whitespace': 'whitespace {:.1%}',
            'non_ascii': 'non-ASCII {:.1%}', 'latex': 'LaTeX {:.1%}', 'zlib': 'zlib {:.2f}'}
@@ -223,7 +223,7 @@ def describe(stats: dict) -> list[str]:
 
 def _headline(row: Row) -> str:
     n = len(row.docs)
-    return f'{row.shard}  tokens {row.start:,} to {row.stop:,}  {n} document{"s" if n > 1 else ""}'
+    return f'{row.shard}, tokens {row.start:,} to {row.stop:,}, {n} document{"s" if n > 1 else ""}'
 
 # %% ../nbs/03_peek.ipynb #4eb2f80c
 def _safe(text: str, style: str = ''):
@@ -261,13 +261,13 @@ def render(result: PeekResult, chars: int | None = 600):
         out.append(Text(''))
     return Group(*out)
 
-# %% ../nbs/03_peek.ipynb #92554da1
+# %% ../nbs/03_peek.ipynb #492c674c
 _CSS = '''
 :root{color-scheme:light dark;--bg:#fff;--fg:#1a1d21;--dim:#5a6270;--box:#f4f5f7;--line:#d5d9e0;--esc:#0b6a75;--tag:#20603a}
 @media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e4e7eb;--dim:#9aa4b1;--box:#1d2126;--line:#363c45;--esc:#6ecbd6;--tag:#8fd3a8}}
 body{margin:0 auto;max-width:72rem;padding:1rem 1.2rem 4rem;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
 h1{font-size:1.5rem}h2{font-size:1.2rem;margin:2rem 0 .3rem}h3{font-size:1rem;margin:1.4rem 0 .1rem;overflow-wrap:anywhere}
-p{margin:.1rem 0}.dim{color:var(--dim);font-size:.87rem;overflow-wrap:anywhere}.domain{color:var(--tag)}
+p{margin:.1rem 0}code{overflow-wrap:anywhere}.dim{color:var(--dim);font-size:.87rem;overflow-wrap:anywhere}.domain{color:var(--tag)}
 pre{margin:.3rem 0;padding:.5rem .7rem;background:var(--box);border:1px solid var(--line);border-radius:.3rem;white-space:pre-wrap;
 overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace;tab-size:4;unicode-bidi:plaintext}
 .esc{color:var(--esc)}.bound{color:var(--dim);font-size:.8rem}
