@@ -35,28 +35,28 @@ def cfg(corpus):
                      probe_every=20, probe_windows=((30, 33),), probe_rows=2, attn_every=25, guard="default", checkpoint_every=7, keep=(30,))
 
 
-def start(cfg, folder, runs):
-    path = folder / "config.json"
-    path.write_text(json.dumps(asdict(cfg)))
-    return subprocess.Popen([sys.executable, "-m", "shohin.train", str(path), str(runs)], env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
 def strip(result): return {k: v for k, v in result.items() if k != "s_per_step"}
 
 
-# A run whose every checkpoint stops in the middle for a moment, so that a kill often meets one half-written.
-SLOW = """
-import sys, time, random, shohin.train as T
+# Imports once, then forks a process for each line on stdin, to be killed. Each write of a checkpoint stops in the middle for
+# a moment, so that a kill often meets one half-written.
+NURSERY = """
+import os, sys, time, shohin.train as T
 real = T.save_file
 def slow(tensors, path):
     real(tensors, path)
     time.sleep(.03)
 T.save_file = slow
-sys.exit(T.main(sys.argv[1:]))
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os._exit(T.main(sys.argv[1:]))
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-@pytest.mark.slow
 def test_twenty_kills_change_nothing(cfg, tmp_path):
     "SIGKILL at least 20 times, in saves and before the first checkpoint: the log and the weights are those of a quiet run."
     quiet = Trainer(cfg, tmp_path / "quiet").run()
@@ -64,33 +64,38 @@ def test_twenty_kills_change_nothing(cfg, tmp_path):
     runs, config = tmp_path / "runs", tmp_path / "config.json"
     config.write_text(json.dumps(asdict(cfg)))
     folder, rng = runs / key, random.Random(0)
+    log, saves = folder / "log.jsonl", folder / "checkpoints"
+    nursery = subprocess.Popen([sys.executable, "-c", NURSERY, str(config), str(runs)], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     kills = in_save = before_first = 0
     deadline = time.time() + 300
     while kills < 20:
         assert time.time() < deadline, f"only {kills} kills"
-        p = subprocess.Popen([sys.executable, "-c", SLOW, str(config), str(runs)], env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        log = folder / "log.jsonl"
         size = log.stat().st_size if log.exists() else 0
-        while p.poll() is None and not (log.exists() and log.stat().st_size != size): time.sleep(.002)
-        want_save = kills % 2
-        until = time.time() + (rng.random() * .02 if kills < 3 else 3.)
-        while p.poll() is None and time.time() < until:
-            if want_save and list((folder / "checkpoints").glob(".tmp_*")): break
-            if not want_save and kills >= 3 and rng.random() < .01: break
+        nursery.stdin.write("\n")
+        nursery.stdin.flush()
+        pid = int(nursery.stdout.readline())
+        alive = lambda pid=pid: Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        grown = lambda size=size: log.exists() and log.stat().st_size != size
+        while alive() and not grown(): time.sleep(.001)
+        until = time.time() + rng.random() * (.02 if kills < 3 else .3)
+        while alive() and (time.time() < until or kills % 2 and kills >= 3):      # every second one waits for a save
+            if kills % 2 and kills >= 3 and list(saves.glob(".tmp_*")): break
             time.sleep(.001)
-        if p.poll() is not None and (folder / "result.json").exists():   # it got to the end: begin again, kills still to come
-            assert kills, "finished before the first kill"
+        if alive(): os.kill(pid, signal.SIGKILL)
+        status = int(nursery.stdout.readline())
+        if status == 0:                                        # it got to the end: begin again, kills still to come
             shutil.rmtree(folder)
             continue
-        p.send_signal(signal.SIGKILL)
-        p.wait()
+        assert status == -signal.SIGKILL, status
         kills += 1
-        in_save += bool(list((folder / "checkpoints").glob(".tmp_*")))
+        in_save += bool(list(saves.glob(".tmp_*")))
         before_first += not checkpoints(folder)
+    nursery.stdin.close()
+    nursery.wait()
     assert in_save >= 3 and before_first >= 2, (in_save, before_first)
     done = Trainer(cfg, runs).run()
     assert strip(done) == strip(quiet)
-    assert read_log(folder / "log.jsonl") == read_log(tmp_path / "quiet" / key / "log.jsonl")
+    assert read_log(log) == read_log(tmp_path / "quiet" / key / "log.jsonl")
 
 
 def test_probes_and_captures_change_no_step(cfg, tmp_path):
