@@ -1,0 +1,124 @@
+"The command line as a process: exit statuses, one line for a mistake, JSON and nothing else."
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shohin.corpus import build_corpus, stdlib_sources
+
+SHOHIN = [sys.executable, "-m", "shohin.cli"]
+ENV = dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="100")
+
+
+def call(*args, cwd=None):
+    return subprocess.run([*SHOHIN, *map(str, args)], capture_output=True, text=True, env=ENV, cwd=cwd, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    out = tmp_path_factory.mktemp("data") / "corpus"
+    build_corpus(out, sources=stdlib_sources(60_000), shard_tokens=33 * 6 * 10, probe_bytes=2048)
+    return out
+
+
+SIZES = ("--batch-size", 6, "--seq-len", 32)
+
+
+def one_line(r, *says):
+    assert r.returncode == 2, (r.returncode, r.stdout, r.stderr)
+    assert r.stdout == "" and len(r.stderr.strip().splitlines()) == 1 and r.stderr.startswith("shohin: "), r.stderr
+    for s in says: assert s in r.stderr, r.stderr
+
+
+def test_scan_audit_peek_speak_json(corpus):
+    for args, status in ((("scan", corpus), (0, 1)), (("audit", corpus, *SIZES, "--steps", 200), (1,)), (("audit", corpus, *SIZES, "--steps", 200, "--order", "interleaved"), (0,)),
+                         (("peek", corpus, *SIZES, "--step", 7), (0,)), (("doctor",), (0, 1))):
+        r = call(*args, "--json")
+        assert r.returncode in status, (args, r.stderr)
+        assert json.loads(r.stdout), args
+        assert call(*args).stdout.strip(), args
+
+
+def test_audit_names_the_step_of_the_shock(corpus):
+    "A contiguous order is dangerous, and the first boundary of its plan is the step that the audit names."
+    order = json.dumps(dict(kind="contiguous", plan=[0, 1, 2, 60, 61, 62]))
+    doc = json.loads(call("audit", corpus, *SIZES, "--steps", 60, "--order", order, "--json").stdout)
+    assert doc["verdict"] == "dangerous" and 30 in [s["step"] for s in doc["shocks"]]
+
+
+def test_train_resumes_forks_and_says_where(corpus, tmp_path):
+    runs = tmp_path / "runs"
+    args = ("train", corpus, *SIZES, "--runs", runs, "--steps", 12, "--warmup", 4, "--keep", 6, "--every", 5)
+    r = call(*args)
+    assert r.returncode == 0, r.stderr
+    lines = r.stdout.splitlines()
+    assert [x.split()[:2] for x in lines[:-1]] == [["step", "0"], ["step", "5"], ["step", "10"]] and "12 steps, 0 skipped" in lines[-1]
+    folder = Path(lines[-1].split(": ")[0])
+    again = call(*args, "--json")
+    assert json.loads(again.stdout)["folder"] == str(folder)
+    fork = call(*args[:-4], "--from", f"{folder.name}@6", "--no-muon", "--fresh-opt", "--gnorm-mult", 8, "--json")
+    assert fork.returncode == 0 and json.loads(fork.stdout)["start"] == 6, fork.stderr
+    cfg = json.loads((Path(json.loads(fork.stdout)["folder"]) / "config.json").read_text())
+    assert cfg["optim"] == dict(no_muon=True) and cfg["fresh_opt"] and dict(guard="gnorm-ratio", ratio=8.) in cfg["guard"]
+    rows = json.loads(call("status", runs, "--json").stdout)
+    assert len(rows) == 2 and all(x["state"] == "finished" and x["step"] == 12 for x in rows)
+    one_line(call(*args, "--from", f"{folder.name}@7"), "has checkpoints at 6")
+    peek = json.loads(call("peek", "--run", folder, "--step", 3, "--json").stdout)
+    assert len(peek["batches"][0]["rows"]) == 6
+
+
+def test_mistakes_are_one_line(corpus, tmp_path):
+    one_line(call("scan", tmp_path / "nope"), "nope")
+    one_line(call("audit", tmp_path), str(tmp_path.name))
+    one_line(call("peek", corpus, "--step", 3, "--order", "contigous"), "contigous")
+    one_line(call("peek", corpus, "--rank", "1-2"), "r/W")
+    one_line(call("train"), "give a manifest")
+    one_line(call("train", corpus, "--steps", 3, "--guard", "seeed", "--runs", tmp_path / "r"), "seeed")
+    one_line(call("reproduce", "clif"), "unknown experiment 'clif'")
+    one_line(call("reproduce", "--profile", "huge"), "unknown profile 'huge'")
+    one_line(call("status", tmp_path / "nope"), "nope")
+    one_line(call("corpus", tmp_path / "c", "--source", "math"), "DOMAIN=FILE")
+    bad = tmp_path / "bad.json"
+    bad.write_text("{")
+    one_line(call("train", "--config", bad), "bad.json")
+
+
+def test_a_changed_shard_is_refused(corpus, tmp_path):
+    import shutil
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    shard = sorted((copy / "prose").glob("*.zst"))[0]
+    first = [s["path"] for s in json.loads((copy / "manifest.json").read_text())["shards"]].index(f"prose/{shard.name}")
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    r = call("train", copy, *SIZES, "--steps", 200, "--runs", tmp_path / "runs", "--order", json.dumps(dict(kind="contiguous", plan=[first])))
+    one_line(r, shard.name)
+    shard.unlink()
+    one_line(call("peek", copy, *SIZES, "--order", json.dumps(dict(kind="contiguous", plan=[first]))), shard.name)
+    assert call("scan", copy, "--verify").returncode in (1, 2)
+
+
+def test_hostile_text_never_reaches_the_terminal_raw(tmp_path):
+    "Escape sequences in the corpus and in names come out as visible text."
+    own = tmp_path / "a.txt"
+    own.write_text("\x1b]0;owned\x07 \x1b[31mred " * 400)
+    other = tmp_path / "b.txt"
+    other.write_text("plain words " * 800)
+    r = call("corpus", tmp_path / "c", "--source", f"esc={own}", "--source", f"plain={other}", "--shard-tokens", 660)
+    assert r.returncode in (0, 2)
+    if r.returncode == 0:
+        out = call("peek", tmp_path / "c", "--batch-size", 4, "--seq-len", 32).stdout
+        assert "\x1b" not in out and "\x07" not in out
+    r = call("scan", tmp_path / "no\x1b[31mpe")
+    assert r.returncode == 2 and "\x1b" not in r.stderr
+
+
+@pytest.mark.parametrize("command", ["scan", "audit", "peek"])
+def test_data_commands_import_no_torch(corpus, command):
+    code = f"import sys; sys.argv = ['shohin', '{command}', {str(corpus)!r}, '--json']\nimport shohin.cli as c\ntry: c.main()\nexcept SystemExit: pass\nprint([m for m in ('torch', 'pandas', 'matplotlib') if m in sys.modules], file=sys.stderr)"
+    r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    assert r.stderr.strip().splitlines()[-1] == "[]", r.stderr
