@@ -9,7 +9,8 @@ __all__ = ['NAMES', 'RANK', 'COLUMNS', 'EVAL_WORDS', 'LOSS_WORDS', 'OTHER_EVAL',
            'MAX_LINE', 'FILES', 'classify', 'number', 'floats', 'explicit', 'scan', 'Rows', 'Shape', 'remark',
            'TextReader', 'squash', 'applied_mask', 'RecordReader', 'JsonlReader', 'find_records', 'flat_objects',
            'CsvReader', 'sniff_table', 'read_parquet', 'read_events', 'Series', 'Segment', 'RunLog', 'choose', 'build',
-           'Lines', 'open_stream', 'detect', 'read_document', 'find_log', 'read_log', 'Follower', 'follow', 'raw_lines']
+           'from_columns', 'Lines', 'open_stream', 'detect', 'read_document', 'find_log', 'read_log', 'Follower',
+           'follow', 'raw_lines']
 
 # %% ../nbs/30_runlog.ipynb #1b07134f
 import codecs
@@ -57,7 +58,7 @@ NAMES = {column: names.split() for column, names in dict(
 RANK = {name: (column, i) for column, names in NAMES.items() for i, name in enumerate(names)}
 COLUMNS = ('step', 'tokens', 'loss', 'grad_norm', 'lr', 'update_norm', 'skipped', 'throughput', 'time')
 
-# %% ../nbs/30_runlog.ipynb #b73ad6d0
+# %% ../nbs/30_runlog.ipynb #87724188
 EVAL_WORDS = {'val', 'valid', 'validation', 'eval', 'evaluation', 'evals', 'test', 'dev', 'heldout', 'holdout', 'probe', 'probes', 'tel'}
 LOSS_WORDS = {'loss', 'bpb', 'nll', 'ce', 'xent', 'entropy', 'nats', 'bits', 'bpc', 'tel', 'value', 'lm'}
 OTHER_EVAL = {'acc', 'accuracy', 'ppl', 'perplexity', 'score', 'bleu', 'f1', 'em', 'eva', 'core', 'hellaswag', 'mmlu'}
@@ -77,8 +78,8 @@ def classify(key: str) -> tuple | None:
     evaluated = kinds & EVAL_WORDS or (squashed.startswith(('val', 'eval')) and squashed not in ('value', 'values'))
     if evaluated and (kinds & LOSS_WORDS or squashed.endswith(('loss', 'bpb', 'nll')) or squashed in ('val', 'eval')):
         return None if kinds & {'step', 'steps', 'iteration', 'iter', 'time', 'samples', 'runtime', 'ppl', 'perplexity'} else ('eval', low)
-    if kinds & OTHER_EVAL: return None
-    if evaluated: return None
+    if words[0] in ('probe', 'probes') and len(words) > 1: return 'eval', low            # ours: {'probes': {'math': 2.5}}
+    if kinds & OTHER_EVAL or evaluated: return None
     if m := COUNTS.match(low): return 'count', m[1]
     if (m := DOMAIN.match(low)) and not set(re.split(r'[^a-z0-9]+', m[1])) & (NOT_LOSS | {'total', 'train', 'avg', 'mean', 'lm', 'ce', 'nll'}):
         return 'domain', m[1]
@@ -1062,6 +1063,16 @@ def _say(log: RunLog, rows, notes):
     gaps = np.diff(log.step) > 20 * log.interval
     gaps &= np.diff(log.step) > 0
     if gaps.any(): notes.append(f'{int(gaps.sum())} gap(s) in the steps, the first from {log.step[:-1][gaps][0]:,} to {log.step[1:][gaps][0]:,}')
+
+# %% ../nbs/30_runlog.ipynb #0ba57a60
+def from_columns(columns: dict, name: str = 'columns') -> RunLog:
+    "A log from arrays of equal length, under any names that a log might use: {'step': ..., 'loss': ..., 'val_loss': ...}; nan is nothing, inf is not finite."
+    rows = Rows()
+    length = len(next(iter(columns.values())))
+    flat = {k: v for k, v in columns.items() if not isinstance(v, dict)} | {f'{k}/{n}': x for k, v in columns.items() if isinstance(v, dict) for n, x in v.items()}
+    rows.add(np.arange(1, length + 1), {('skipped' if squash(k) in DECISION else k): (~applied_mask(v)).astype(float) if squash(k) in DECISION else np.asarray(v, np.float64) for k, v in flat.items()})
+    rows.count('lines', length)
+    return build(rows, name, 'columns')
 
 # %% ../nbs/30_runlog.ipynb #ee91d088
 CHUNK, HEAD, MAX_LINE = 1 << 20, 1 << 16, 1 << 20

@@ -1,0 +1,309 @@
+"""A labelled set of training traces: every event kind and healthy runs, each with its truth, from a seed.
+
+A trace is what a log would hold: steps, losses, gradient norms and whatever else the trainer of that run printed. The
+synthetic ones are made of parts that real logs have (a power law or two, correlated and heavy-tailed batch noise,
+domains that alternate, warm-up and decay, printing with few digits, rows every k steps, restarts) and of the shapes that
+are published: Marin's bad spike of 1.96 -> 2.02 -> 1.975, a level shift with flat evals, the step to 3.0 under a guard that
+skips for ever, a 176B spike whose gradient norm leads by four steps. `recorded.npz` holds traces of real runs of this
+project's own trainer into which a cause was put on purpose (`python tests/traces.py record` makes it anew).
+
+The set has two halves, told apart by the number of the trace: thresholds were chosen on the even half only.
+"""
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+PER_KIND = 12
+KINDS = ('outlier', 'recovered spike', 'bad spike', 'level shift', 'slow divergence', 'warm-up blow-up', 'plateau', 'guard freeze', 'data shift', 'nan')
+
+
+@dataclass
+class Trace:
+    "`events` are (kind, onset step); healthy traces have none but perhaps outliers."
+    name: str
+    kind: str                       # the kind it is an example of, or 'healthy'
+    columns: dict
+    events: list = field(default_factory=list)
+    number: int = 0
+
+    @property
+    def held_out(self): return self.number % 2 == 1
+
+
+class Run:
+    "A healthy run to start from: every part drawn from `rng`."
+    def __init__(self, rng, n=None, every=None, noise=None):
+        self.rng = rng
+        self.n = n = int(n or rng.choice([900, 1500, 2500, 4000, 8000]))
+        self.every = every = int(every or rng.choice([1, 1, 1, 5, 10]))
+        self.step = np.arange(1, n + 1) * every - (every - 1)
+        self.floor, self.start = rng.uniform(0.9, 3.2), rng.uniform(8, 11)
+        power, scale = rng.uniform(0.25, 0.6), rng.uniform(10, 60)
+        t = self.step / (self.step[-1] / n)
+        self.curve = self.floor + (self.start - self.floor) * (1 + t / scale) ** -power
+        self.noise = noise or rng.choice([0.004, 0.01, 0.02, 0.04]) * self.floor
+        self.warm = int(n * rng.uniform(0.01, 0.06)) + 20
+        peak, kind = 10 ** rng.uniform(-4, -2.3), rng.choice(['cosine', 'wsd', 'constant'])
+        u = np.arange(n) / n
+        decay = {'cosine': 0.1 + 0.45 * (1 + np.cos(np.pi * u)), 'wsd': np.minimum(1, np.maximum(0.1, (1 - u) / 0.2)), 'constant': np.ones(n)}[kind]
+        self.lr = peak * np.minimum(1, (np.arange(n) + 1) / self.warm) * decay
+        self.extra = {}
+        self.digits = int(rng.choice([2, 3, 4, 6]) if self.noise > 0.02 else rng.choice([4, 5, 6]))
+        self.loss = self.curve + self.batch_noise(n)
+        self.g0 = 10 ** rng.uniform(-1.2, 0.3)
+        self.grad = self.g0 * (1 + 3 * np.exp(-np.arange(n) / (2 * self.warm))) * np.exp(rng.choice([0.08, 0.15, 0.25]) * rng.standard_normal(n))
+
+    def batch_noise(self, n):
+        rng, kind = self.rng, self.rng.choice(['normal', 'normal', 'correlated', 'tails', 'domains'])
+        e = rng.standard_normal(n)
+        if kind == 'correlated':
+            f = np.empty(n); f[0] = 0
+            for i in range(1, n): f[i] = 0.7 * f[i - 1] + 0.3 * e[i]
+            e = 0.6 * e + f
+        if kind == 'tails': e = rng.standard_t(6, n) / 1.2
+        out = self.noise * e
+        if kind == 'domains': out = out + self.noise * rng.uniform(3, 8) * (rng.random(n) < rng.uniform(0.2, 0.6))
+        return out
+
+    def at(self, low=0.35, high=0.75): return int(self.n * self.rng.uniform(low, high))
+
+    def evals(self, effect=None, name='val_loss'):
+        "An evaluation every twentieth of the run: the curve, plus what the event does to it."
+        gap = max(2, self.n // 24)
+        rows = np.arange(gap - 1, self.n, gap)
+        v = np.full(self.n, np.nan)
+        v[rows] = self.curve[rows] * 1.01 + 0.15 * self.noise * self.rng.standard_normal(len(rows)) + (0 if effect is None else effect[rows])
+        self.extra[name] = v
+
+    def columns(self, grad=None, lr=None):
+        rng, out = self.rng, {'step': self.step, 'loss': np.where(np.isfinite(self.loss), np.round(self.loss, self.digits), self.loss)}
+        if grad if grad is not None else rng.random() < 0.75: out['grad_norm'] = np.where(np.isfinite(self.grad), np.round(self.grad, 4), self.grad)
+        if lr if lr is not None else rng.random() < 0.6: out['lr'] = self.lr
+        return out | self.extra
+
+
+def spike(n, t, height, decay, ramp=0):
+    "0 before t, `height` at t, then an exponential decay; `ramp` rows of rise before the peak."
+    i = np.arange(n) - t
+    return np.where(i >= 0, height * np.exp(-np.maximum(i, 0) / decay), np.where((i >= -ramp) & (ramp > 0), height * np.exp(2.0 * np.minimum(i, 0) / max(ramp, 1)), 0))
+
+
+def outliers(run, count):
+    "Isolated rows that stand out from whatever noise the run has, at least 60 rows apart. Returns their steps."
+    blocks = np.unique(np.arange(run.warm + 60, run.n - 90) // 60)
+    at = np.sort(run.rng.choice(blocks, size=min(count, len(blocks)), replace=False)) * 60 + run.rng.integers(0, 20, min(count, len(blocks)))
+    at = at[(at > run.warm + 40) & (at < run.n - 30)]
+    reach = np.quantile(run.loss - run.curve, 0.995)                # as far as one row in 200 goes by itself
+    run.loss[at] = run.curve[at] + reach * run.rng.uniform(2.5, 8, len(at)) + 0.05 * run.curve[at]
+    run.grad[at] *= run.rng.uniform(3, 12, len(at))
+    return [int(run.step[t]) for t in at]
+
+
+def healthy(rng, number):
+    run, what = Run(rng), number % 8
+    events, grad = [], None
+    if what in (1, 5): events = [('outlier', s) for s in outliers(run, int(rng.integers(1, 6)))]
+    if what == 2:                                                   # the learning rate goes up again, as planned
+        a, b = run.at(.4, .5), run.at(.55, .6)
+        run.lr[a:b] *= np.linspace(0.2, 1, b - a)
+    if what == 3: run.evals()
+    if what == 4: run.extra['domain_loss'] = {d: run.curve * f + 2 * run.noise * rng.standard_normal(run.n) for d, f in (('code', .8), ('web', 1.1))}
+    if what == 6:                                                   # a few isolated skipped updates
+        skipped = rng.random(run.n) < 0.01
+        run.extra['skipped'] = skipped.astype(float); grad = True
+        run.grad[skipped] *= 8
+    columns = run.columns(grad)
+    if what == 7:                                                   # the run went back twice, and repeated nothing exactly
+        back = np.r_[np.arange(run.n // 2), np.arange(run.n // 3, int(run.n * .8)), np.arange(int(run.n * .7), run.n)]
+        again = run.curve[back] + run.batch_noise(len(back))
+        columns = {k: np.asarray(v)[back] for k, v in columns.items()} | {'loss': np.round(again, run.digits)}
+    return columns, events
+
+
+def outlier(rng, number):
+    run = Run(rng)
+    events = [('outlier', s) for s in outliers(run, int(rng.integers(1, 4)))]
+    return run.columns(), events
+
+
+def recovered_spike(rng, number):
+    run = Run(rng)
+    t, ramp = run.at(), int(rng.choice([0, 0, 2, 4]))
+    height = run.curve[t] * rng.uniform(0.15, 1.2) + 15 * run.noise
+    run.loss += spike(run.n, t, height, rng.uniform(3, 25), ramp)
+    lead = int(rng.choice([-2, 0, 1, 4]))
+    run.grad *= 1 + spike(run.n, t - lead, 10 ** rng.uniform(1, 3), rng.uniform(2, 6), 2)
+    return run.columns(), [('recovered spike', int(run.step[t]))]
+
+
+def bad_spike(rng, number):
+    run = Run(rng, every=1, noise=rng.uniform(0.003, 0.012) * 2)
+    t = run.at(.35, .6)
+    offset = run.curve[t] * rng.uniform(0.008, 0.06) + run.noise
+    height = offset * rng.uniform(3, 12) + 10 * run.noise
+    run.loss += spike(run.n, t, height, rng.uniform(4, 20)) + offset * (np.arange(run.n) >= t)
+    run.grad *= 1 + spike(run.n, t, 30, 4)
+    if rng.random() < 0.4: run.evals(offset * (np.arange(run.n) >= t))
+    return run.columns(), [('bad spike', int(run.step[t]))]
+
+
+def level_shift(rng, number):
+    run = Run(rng)
+    t = run.at()
+    height = run.curve[t] * (rng.uniform(0.6, 1.8) if number % 3 else rng.uniform(0.05, 0.3)) + 8 * run.noise
+    i = np.arange(run.n)
+    run.loss += np.where(i >= t, height * np.minimum(1, 0.8 + 0.2 * (i - t) / 3) * np.exp(-(i - t) / run.n * rng.uniform(0, 0.5)), 0)
+    if rng.random() < 0.4: run.evals(height * (i >= t))
+    if rng.random() < 0.5: run.grad[t:] *= rng.uniform(1.5, 5)
+    return run.columns(), [('level shift', int(run.step[t]))]
+
+
+def slow_divergence(rng, number):
+    run = Run(rng, n=rng.choice([1500, 2500, 4000]))
+    t, i = run.at(.3, .6), np.arange(run.n)
+    total = run.curve[t] * rng.uniform(0.12, 0.8) + 10 * run.noise
+    run.loss += total * np.clip((i - t) / (run.n - t), 0, 1) ** rng.uniform(0.8, 1.6)
+    run.grad *= 1 + 3 * np.clip((i - t) / (run.n - t), 0, 1)
+    return run.columns(), [('slow divergence', int(run.step[t]))]
+
+
+def warmup_blowup(rng, number):
+    run = Run(rng, n=rng.choice([900, 1500, 2500]), every=1)
+    run.warm = int(run.n * rng.uniform(0.1, 0.3))
+    run.lr = 10 ** rng.uniform(-3, -1.5) * np.minimum(1, (np.arange(run.n) + 1) / run.warm)
+    t, i = int(run.warm * rng.uniform(0.4, 0.95)), np.arange(run.n)
+    level = rng.uniform(0.25, 0.9) * (run.start - run.curve[t]) + 10 * run.noise
+    shape = np.clip((i - t) / rng.choice([1, 10, 40]), 0, 1)
+    run.loss += level * shape * (1 - 0.1 * (i - t) / run.n)
+    run.loss = np.maximum(run.loss, np.where(i > t + 60, run.curve[t] + 0.8 * level + run.noise * rng.standard_normal(run.n), -9))
+    run.grad *= 1 + 20 * shape
+    if number % 4 == 3: run.loss[t + 50:], run.grad[t + 50:] = np.inf, np.inf
+    return run.columns(lr=True), [('warm-up blow-up', int(run.step[t]))]
+
+
+def plateau(rng, number):
+    run = Run(rng, n=rng.choice([1500, 2500, 4000]), noise=rng.uniform(0.004, 0.015) * 2)
+    t = int(run.n * rng.uniform(.08, .25))
+    if run.curve[t] - run.curve[-1] < 0.15 * run.curve[t]: run.curve = run.floor + (run.start - run.floor) * (1 + np.arange(run.n) / 30) ** -0.5
+    run.curve = np.where(np.arange(run.n) < t, run.curve, run.curve[t])
+    run.loss = run.curve + run.batch_noise(run.n)
+    run.lr = run.lr.max() * np.minimum(1, (np.arange(run.n) + 1) / run.warm)
+    return run.columns(), [('plateau', int(run.step[t]))]
+
+
+def guard_freeze(rng, number):
+    run = Run(rng, every=1)
+    t, i = run.at(.3, .7), np.arange(run.n)
+    height = run.curve[t] * rng.uniform(1.1, 2.2)
+    last = run.n if number % 3 else min(run.n, t + 300)
+    run.loss = np.where(i >= t, run.curve[t] + height + 2 * run.noise * rng.standard_normal(run.n), run.loss)
+    if number % 5 == 4: run.loss = np.where(i >= t, run.curve[t] + run.noise * rng.standard_normal(run.n), run.curve + run.noise * rng.standard_normal(run.n))   # no step: the gradient guard froze it
+    skipped = (i >= t) & (rng.random(run.n) > 0.01)
+    columns = run.columns(grad=True)
+    columns = {k: np.asarray(v)[:last] for k, v in columns.items()}
+    if number % 4 == 1: columns['update_norm'] = np.where(skipped, 0, 0.1 * np.exp(.1 * rng.standard_normal(run.n)))[:last]
+    elif number % 4 == 2: columns['decision'] = np.where(skipped, 'skip:loss', 'apply').astype(object)[:last]
+    else: columns['skipped'] = skipped[:last].astype(float)
+    return columns, [('guard freeze', int(run.step[t]))]
+
+
+def data_shift(rng, number):
+    run = Run(rng, noise=rng.uniform(0.004, 0.02) * 2)
+    t, i = run.at(.4, .7), np.arange(run.n)
+    sign = 1 if number % 3 else -1
+    height = sign * (run.curve[t] * rng.uniform(0.03, 0.5) + 6 * run.noise)
+    if sign < 0: height = -min(-height, 0.5 * run.curve[t])
+    after = i >= t
+    run.loss += height * after
+    how = number % 4
+    if how in (0, 1): run.evals(0.03 * height * after)
+    if how == 1: run.evals(-0.05 * height * after, 'eval/code loss')
+    if how == 2:
+        run.extra['domains'] = {'code': np.where(after, 12, 4 + rng.integers(-1, 2, run.n)), 'web': np.where(after, 0, 8)}
+    if how == 3:
+        run.extra['domain_loss'] = {'code': run.curve - run.loss.min() * .1 + height * after + 2 * run.noise * rng.standard_normal(run.n),
+                                    'web': run.curve * 1.1 - 0.6 * height * after + 2 * run.noise * rng.standard_normal(run.n)}
+    return run.columns(), [('data shift', int(run.step[t]))]
+
+
+def nan(rng, number):
+    run = Run(rng)
+    t = run.at(.3, .8)
+    last = run.n if number % 2 else t + int(rng.integers(1, 4))
+    run.loss[t:last] = np.inf
+    run.grad[t:last] = np.inf
+    return run.columns(), [('nan', int(run.step[t]))]
+
+
+MAKERS = dict(zip(KINDS, (outlier, recovered_spike, bad_spike, level_shift, slow_divergence, warmup_blowup, plateau, guard_freeze, data_shift, nan), strict=True))
+
+
+def synthetic():
+    "PER_KIND traces of every kind and as many healthy ones as all of them together."
+    out = []
+    for k, (kind, make) in enumerate(MAKERS.items()):
+        for number in range(PER_KIND):
+            columns, events = make(np.random.default_rng([6, k, number]), number // 2)    # both halves have every variant
+            out.append(Trace(f'{kind} {number}', kind, columns, events, number))
+    for number in range(PER_KIND * len(KINDS)):
+        columns, events = healthy(np.random.default_rng([7, number]), number // 2)
+        out.append(Trace(f'healthy {number}', 'healthy', columns, events, number))
+    return out
+
+
+def recorded():
+    "Traces of real runs of our own trainer, each with the cause that was put into it."
+    path = HERE / 'recorded.npz'
+    if not path.exists(): return []
+    data, out = np.load(path), {}
+    for key in data.files:
+        name, column = key.split('|')
+        out.setdefault(name, {})[column] = data[key]
+    traces = []
+    for number, (name, columns) in enumerate(sorted(out.items())):
+        kind, onset = str(columns.pop('kind')), int(columns.pop('onset'))
+        nested = {}
+        for key in [k for k in columns if '/' in k]: nested.setdefault(key.split('/')[0], {})[key.split('/', 1)[1]] = columns.pop(key)
+        events = [] if kind == 'healthy' else [(kind, onset)]
+        traces.append(Trace(name, kind, {**columns, **nested}, events, number))
+    return traces
+
+
+def all_traces(): return synthetic() + recorded()
+
+
+def match(trace, events):
+    """(truths found, truths missed, detections that are no truth): a detection is right when it has the kind and its onset is
+    within 3 per cent of the run (15 for slow kinds), at least 30 rows. Isolated outliers beyond the planted ones count as
+    false only in `outlier`'s own precision."""
+    steps = np.asarray(trace.columns['step'])
+    run, every = int(steps.max() - steps.min()), max(1, int(np.median(np.diff(np.unique(steps)))))
+    found, missed, used = [], [], set()
+    for kind, onset in trace.events:
+        width = max(30 * every, run * (0.15 if kind in ('slow divergence', 'plateau') else 0.03))
+        hit = next((i for i, e in enumerate(events) if e.kind == kind and i not in used and abs(e.onset - onset) <= width), None)
+        if hit is None: missed.append((kind, onset))
+        else: found.append((kind, onset)); used.add(hit)
+    return found, missed, [e for i, e in enumerate(events) if i not in used and e.signal == 'loss' and e.kind != 'step down']
+
+
+def evaluate(traces, diagnose):
+    "Per-kind precision and recall, and what went wrong, by `diagnose(columns) -> events`."
+    table, wrong = {k: {'true': 0, 'found': 0, 'false': 0} for k in KINDS}, []
+    clean = 0
+    for trace in traces:
+        events = diagnose(trace.columns)
+        found, missed, false = match(trace, events)
+        for kind, _ in trace.events: table[kind]['true'] += 1
+        for kind, _ in found: table[kind]['found'] += 1
+        for e in false: table[e.kind]['false'] += 1
+        clean += trace.kind == 'healthy' and not any(e.kind != 'outlier' for e in false)
+        if missed or false: wrong.append((trace.name, missed, [(e.kind, e.onset) for e in false]))
+    for row in table.values():
+        row['recall'] = row['found'] / row['true'] if row['true'] else None
+        row['precision'] = row['found'] / (row['found'] + row['false']) if row['found'] + row['false'] else None
+    n = sum(t.kind == 'healthy' for t in traces)
+    return {'kinds': table, 'healthy': {'traces': n, 'without a false event': clean}}, wrong
