@@ -242,7 +242,7 @@ def warmstart(checkpoint: Annotated[Path, typer.Argument(help="a run folder, one
         doc = dict(out=str(out), parent=W.warmstart_checkpoint(checkpoint, out, add_qk_norm, gains, measured, optimizer))
     print(json.dumps(doc) if as_json else "\n".join(f"{k}: {v if not isinstance(v, list) else ', '.join(v)}" for k, v in doc.items()))
 
-# %% ../nbs/44_cli.ipynb #aa14b51e
+# %% ../nbs/44_cli.ipynb #cfb6b76e
 @app.command()
 def reproduce(names: Annotated[list[str] | None, typer.Argument(help="experiments; without any: the first ones")] = None,
               seeds: Annotated[int, typer.Option(min=1, help="how many seeds, from 1 on")] = 1, everything: Annotated[bool, typer.Option("--all", help="every experiment")] = False,
@@ -262,7 +262,7 @@ def reproduce(names: Annotated[list[str] | None, typer.Argument(help="experiment
         for n, mine in r["results"].items():
             for row in compare(mine, r["published"].get(n)): t.add_row(n, *(row[k] for k in ("quantity", "yours", "published", "difference")))
         con.print(t)
-    for n, mine in r["results"].items():
+    for mine in r["results"].values():
         for a in mine["answers"]: con.print(f"[{label}] {a}", markup=False)
     con.print(str(r["index"]), soft_wrap=True, markup=False)
     if (p := repo_root() / "reports/index.html").exists() and p != r["index"]: con.print(f"published: {p}", soft_wrap=True, markup=False)
@@ -296,7 +296,7 @@ def _last_row(log):
         try: return json.loads(line)
         except ValueError: continue
 
-# %% ../nbs/44_cli.ipynb #8210fe09
+# %% ../nbs/44_cli.ipynb #ae7468be
 @app.command()
 def doctor(as_json: JSON = False):
     "Versions, threads and disk: what would go wrong here."
@@ -307,7 +307,6 @@ def doctor(as_json: JSON = False):
         except md.PackageNotFoundError: have[p] = None
     free = shutil.disk_usage(".").free / 1e9
     found = []
-    if sys.version_info < (3, 11): found.append("Python is older than 3.11")
     if not have["torch"]: found.append("torch is missing: training commands need pip install -e '.[train]'")
     if not have["papermill"]: found.append("papermill is missing: reproduce needs pip install -e '.[report]'")
     if free < 2: found.append(f"only {free:.1f} GB free here: a reproduction needs about 2")

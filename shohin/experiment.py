@@ -444,10 +444,9 @@ def judge(experiment: str, quantities: dict) -> list:
 
 def _region(r): return f"[{r[0]:g}, {r[1]:g}]"
 
-# %% ../nbs/42_experiment.ipynb #f58e24d8
+# %% ../nbs/42_experiment.ipynb #5ef473fd
 def write_results(experiment, sweep, arms: dict, quantities: dict, answers: list, out, t0, manifest=None, decimals=4, **more):
     """Write `<out>/<experiment>.json`. `arms`: {name: [one dict of numbers a seed]}; each gets the run's key and seed added."""
-    root = repo_root()
     runs = sweep.done
     def entry(n, s, d):
         r = runs[d.get("of", n), s]      # `of`: the arm whose run the numbers are from, where it is not the row's own

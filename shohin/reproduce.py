@@ -117,11 +117,11 @@ def compare(mine: dict, published: dict | None) -> list:
                          difference=number(y - x) if t and None not in (x, y) else "–"))
     return rows
 
-# %% ../nbs/43_reproduce.ipynb #98bdcdbb
+# %% ../nbs/43_reproduce.ipynb #029cfa72
 def reproduce(names=(), profile="cpu", seeds=1, everything=False, data=None, reports=None, records=None, publish=None, bars=True) -> dict:
     """Run the experiments, make the pages; returns {'results': {name: results}, 'index': path, 'published': {name: results}}.
     `seeds`: how many, or a list. `records`: committed records that count as finished runs."""
-    root = repo_root(); prof = load_profile(profile)
+    root = repo_root(); load_profile(profile)      # an unknown profile ends here
     seeds = list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
     if not seeds: raise UserError("seeds: at least one")
     todo = choose(names, everything)
