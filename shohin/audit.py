@@ -10,39 +10,46 @@ __all__ = ['MAX_ROWS', 'KEEP_IDS', 'WINDOWS', 'LIMITS', 'LEVELS', 'GLYPHS', 'COL
            'render', 'shard_domains', 'first_seen', 'read_log', 'read_batches', 'audit_batches', 'rule_order',
            'read_rule', 'read_llmc', 'read_index', 'read_megatron']
 
-# %% ../nbs/05_audit.ipynb #8fdaf94c
+# %% ../nbs/05_audit.ipynb #fcb3a914
 import csv
 import html
 import json
 import math
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 import numpy as np
 from .order import Mix, Order, integer_weights, permute, round_keys, splitmix64
 from .shards import UserError
 
-# %% ../nbs/05_audit.ipynb #c713b714
-MAX_ROWS = 1 << 27   # labels of one audit: 134 million rows, a byte or two each
+# %% ../nbs/05_audit.ipynb #afdcd7bb
+MAX_ROWS = 1 << 27   # labels of one audit: 134 million rows, two bytes each
 KEEP_IDS = 1 << 22   # rows followed for repeats; of more, every k-th row is followed through the whole order
 
 @dataclass
 class Reads:
-    "Rows in reading order. `label` is the domain number of each row, `splits[i]:splits[i+1]` are the rows of `steps[i]`."
+    "Rows in reading order: `label` is the domain number of each, `splits[i]:splits[i + 1]` are those of `steps[i]`."
     domains: tuple
-    label: np.ndarray                 # (rows,) unsigned
-    splits: np.ndarray                # (len(steps) + 1,) int64
-    steps: np.ndarray                 # (n,) step numbers
+    label: np.ndarray                  # (rows,) unsigned
+    splits: np.ndarray                 # (len(steps) + 1,) int64
+    steps: np.ndarray                  # (n,) step numbers
     source: str = ''
-    target: list | None = None        # [(index into steps, shares (D,))]: the mix that was meant; None: what was read
-    row_id: np.ndarray | None = None  # ids of the rows followed for repeats, in reading order
-    id_step: np.ndarray | None = None # index into steps of each of those
-    id_every: int = 1                 # one row in so many is followed
-    totals: np.ndarray | None = None  # (D,) rows in an epoch of each domain, where known
-    shard_of: object = None           # row number in reading order -> name of its shard
+    target: list | None = None         # [(index into steps, shares (D,))]: the mix that was meant; None: what was read
+    row_id: np.ndarray | None = None   # ids of the rows followed for repeats, in reading order
+    id_step: np.ndarray | None = None  # index into steps of each of those
+    id_every: int = 1                  # one row in so many is followed
+    totals: np.ndarray | None = None   # (D,) rows in an epoch of each domain, where known
+    shard_of: object = None            # row number in reading order -> name of its shard
     row_tokens: float | None = None
     notes: list = field(default_factory=list)
+
+    @classmethod
+    def even(cls, domains, label, batch_size, source, start=0, **more):
+        "Reads in whole batches of `batch_size` rows, steps counted from `start`; rows that fill no batch are left out."
+        n = len(label) // batch_size
+        return cls(tuple(domains), label[:n * batch_size].astype(np.uint16, copy=False),
+                   np.arange(n + 1, dtype=np.int64) * batch_size, np.arange(start, start + n), source, **more)
 
     def counts(self):
         "Rows of each domain in each step, int64 (n, D)."
@@ -51,17 +58,20 @@ class Reads:
         for lo in range(0, n, 1 << 15):  # in pieces: a step number for each row would be eight times the labels
             hi = min(n, lo + (1 << 15))
             step = np.repeat(np.arange(hi - lo), np.diff(self.splits[lo:hi + 1]))
-            out[lo:hi] = np.bincount(step * D + self.label[self.splits[lo]:self.splits[hi]], minlength=(hi - lo) * D).reshape(-1, D)
+            cell = step * D + self.label[self.splits[lo]:self.splits[hi]]
+            out[lo:hi] = np.bincount(cell, minlength=(hi - lo) * D).reshape(-1, D)
         return out
 
-# %% ../nbs/05_audit.ipynb #00ac843d
+# %% ../nbs/05_audit.ipynb #6a6f1e27
 def read_order(order, steps, start=0):
     "`steps` steps of one of our orders from `start`, as Reads."
     B, base = order.batch_size, np.concatenate([[0], np.cumsum(order.index.rows)])
     if steps < 1: raise UserError(f'nothing to audit: steps must be at least 1, not {steps}')
-    if steps * B > MAX_ROWS: raise UserError(f'{steps:,} steps of {B} rows are too many for one audit: use at most {MAX_ROWS // B:,} steps, and start= for later ones')
+    if steps * B > MAX_ROWS:
+        raise UserError(f'{steps:,} steps of {B} rows are too many for one audit: use at most {MAX_ROWS // B:,} '
+                        'steps, and start= for later ones')
     every = -(-steps * B // KEEP_IDS)
-    label = np.empty(steps * B, np.uint8 if len(order.domains) <= 256 else np.uint16)
+    label = np.empty(steps * B, np.uint16)
     ids, at = [], []
     for a in range(0, steps, max((1 << 18) // B, 1)):
         b = min(a + max((1 << 18) // B, 1), steps)
@@ -71,10 +81,10 @@ def read_order(order, steps, start=0):
         if every > 1: keep = splitmix64(i.astype(np.uint64)) % np.uint64(every) == 0
         ids.append(i[keep])
         at.append(np.repeat(np.arange(a, b, dtype=np.int32), B)[keep])
-    return Reads(order.domains, label, np.arange(steps + 1, dtype=np.int64) * B, np.arange(start, start + steps), order.describe(),
-                 target=[(s - start, w) for s, w in order.target(start, start + steps)], row_id=np.concatenate(ids), id_step=np.concatenate(at),
-                 id_every=every, totals=order.index.totals, row_tokens=order.index.row_len,
-                 shard_of=lambda i: order.index.paths[int(order.rows(start + i // B, start + i // B + 1)[0][0, i % B])])
+    def shard_of(i): return order.index.paths[int(order.rows(start + i // B, start + i // B + 1)[0][0, i % B])]
+    return Reads.even(order.domains, label, B, order.describe(), start, row_id=np.concatenate(ids), id_every=every,
+                      id_step=np.concatenate(at), totals=order.index.totals, row_tokens=order.index.row_len,
+                      target=[(s - start, w) for s, w in order.target(start, start + steps)], shard_of=shard_of)
 
 # %% ../nbs/05_audit.ipynb #d1d1097c
 def runs(label):
@@ -97,7 +107,7 @@ def usual_run(shares, rows):
         lo, hi = (mid, hi) if run_chance(mid, shares, rows) >= .5 else (lo, mid)
     return lo
 
-# %% ../nbs/05_audit.ipynb #91454860
+# %% ../nbs/05_audit.ipynb #d8502672
 def deviation(counts, expected):
     "(counts - expected) / sqrt(expected), (n, D); a domain that is not expected counts nothing."
     return np.where(expected > 0, (counts - expected) / np.sqrt(np.where(expected > 0, expected, 1)), 0)
@@ -105,11 +115,11 @@ def deviation(counts, expected):
 def dispersion(z, dof): return float((z * z).sum() / len(z) / dof)
 
 def dispersion_noise(expected, dof):
-    "Standard deviation of the dispersion of a random order: variance of Pearson's statistic, averaged over the batches."
-    b = expected.sum(1)
-    inv = np.where(expected > 0, 1 / np.where(expected > 0, expected, 1), 0).sum(1)   # sum of 1 / (b p)
-    k = dof + 1
-    return float(np.sqrt((2 * (k - 1) + inv - (k * k + 2 * k - 2) / np.maximum(b, 1)).clip(1e-9).mean() / len(expected)) / dof)
+    "Standard deviation of the dispersion of a random order, from the variance of Pearson's statistic in each batch."
+    rows, k = expected.sum(1), dof + 1
+    inverse = np.where(expected > 0, 1 / np.where(expected > 0, expected, 1), 0).sum(1)
+    variance = 2 * dof + inverse - (k * k + 2 * k - 2) / np.maximum(rows, 1)
+    return float(np.sqrt(variance.clip(1e-9).mean() / len(expected)) / dof)
 
 def autocorrelation(z, lag):
     "Correlation of the deviations of batches `lag` apart; 0 for a random order, noise 1 / sqrt(n dof)."
@@ -140,7 +150,7 @@ def batch_entropy(counts):
     h = -(p * np.log(np.where(p > 0, p, 1))).sum(1) + 0.
     return h / math.log(counts.shape[1]) if counts.shape[1] > 1 else h
 
-# %% ../nbs/05_audit.ipynb #0f3a1223
+# %% ../nbs/05_audit.ipynb #4ce52f80
 WINDOWS = (10, 50, 200, 1000)
 
 def shifts(counts, window):
@@ -151,14 +161,14 @@ def shifts(counts, window):
     return np.abs(after - before).sum(1) / 2
 
 def shift_noise(share, rows, n):
-    "The shift that a random order with mix `share` stays under in n windows of `rows` rows, but for one chance in 10^4."
+    "What the shift stays under in a random order of mix `share`, n windows of `rows` rows, but for a chance of 10^-4."
     mean = math.sqrt(2 / math.pi) * np.sqrt(2 * share * (1 - share) / rows).sum() / 2
     return float(mean + math.sqrt(1 / (2 * rows)) * math.sqrt(2 * math.log(max(n, 1) * 1e4)))
 
-# %% ../nbs/05_audit.ipynb #198b1a82
+# %% ../nbs/05_audit.ipynb #2ad0f22f
 def repeats(reads):
-    """Re-read share, gaps in steps, most reads of one row; None where rows have no id. `early`: the share of all reads that
-    re-read a row while rows of that domain were unread, None where the sizes of the domains are unknown."""
+    """Re-read share, gaps in steps, most reads of one row; None where rows have no id. `early`: the share of all reads
+    that re-read a row while rows of its domain were unread, None where the sizes of the domains are unknown."""
     if reads.row_id is None or not len(reads.row_id): return None
     ids, at = reads.row_id.astype(np.int64), reads.id_step.astype(np.int64)
     bits = max(int(at.max()).bit_length(), 1)
@@ -173,15 +183,17 @@ def repeats(reads):
     _, length = runs(ids)
     early = None
     if reads.totals is not None:
-        fresh = np.minimum(np.bincount(reads.label, minlength=len(reads.domains)), reads.totals).sum()  # had no read been wasted
-        early = max(0., 1 - len(length) * reads.id_every / fresh) * fresh / len(reads.label)
-        if reads.id_every > 1 and early < .01: early = 0.                                               # within the error of following some rows
-    return {'early': None if early is None else float(early), 'reads': len(ids) * reads.id_every, 'rows': len(length) * reads.id_every, 'share': len(again) / len(ids), 'most_reads': int(length.max()),
+        of_domain = np.bincount(reads.label, minlength=len(reads.domains))
+        fresh = np.minimum(of_domain, reads.totals).sum()               # distinct rows, had no read been wasted
+        early = float(max(0., fresh - len(length) * reads.id_every) / len(reads.label))
+        if reads.id_every > 1 and early < .01: early = 0.               # within the error of following some rows
+    return {'share': len(again) / len(ids), 'early': early, 'most_reads': int(length.max()),
+            'reads': len(ids) * reads.id_every, 'rows': len(length) * reads.id_every,
             'min_gap': int(gap.min()) if len(gap) else None, 'median_gap': float(np.median(gap)) if len(gap) else None}
 
-# %% ../nbs/05_audit.ipynb #b1997681
-LIMITS = {'run_steps': 10, 'shift_dangerous': .5, 'shift_warning': .1, 'mono_share': .01, 'dispersion': 1.5, 'autocorrelation': .1,
-          'rhythm': .05, 'drift': .005, 'early': .05, 'chance': 1e-6, 'sigmas': 6.}
+# %% ../nbs/05_audit.ipynb #af2bfc99
+LIMITS = {'run_steps': 10, 'shift_dangerous': .5, 'shift_warning': .1, 'mono_share': .01, 'dispersion': 1.5,
+          'autocorrelation': .1, 'rhythm': .05, 'drift': .005, 'early': .05, 'chance': 1e-6, 'sigmas': 6.}
 LEVELS = ('safe', 'warning', 'dangerous')
 
 @dataclass
@@ -194,7 +206,7 @@ class Check:
     level: str = 'safe'
     finding: str = ''
 
-# %% ../nbs/05_audit.ipynb #64d52d4f
+# %% ../nbs/05_audit.ipynb #b5f35f5c
 @dataclass
 class AuditResult:
     verdict: str        # 'safe' | 'warning' | 'dangerous'
@@ -212,136 +224,195 @@ class AuditResult:
 
     def to_dict(self):
         "Everything but the rows, JSON-able."
-        return {'verdict': self.verdict, 'source': self.source, 'stats': self.stats, 'checks': [vars(c) for c in self.checks],
-                'shocks': self.shocks, 'advice': self.advice, 'skip': self.skip, 'notes': self.notes, 'limits': LIMITS}
+        return {'verdict': self.verdict, 'source': self.source, 'stats': self.stats, 'limits': LIMITS,
+                'checks': [vars(c) for c in self.checks], 'shocks': self.shocks, 'advice': self.advice,
+                'skip': self.skip, 'notes': self.notes}
 
     def picture(self, width=72, height=12): return mosaic(self.reads, width, height)
     def svg(self, width=760, height=180): return mosaic_svg(self.reads, [s['step'] for s in self.shocks], width, height)
     def render(self): return render(self)
 
-# %% ../nbs/05_audit.ipynb #c08bcb2f
-def _targets(reads, counts):
-    "(first index of each stage, shares (stages, D), rows of each stage, expected counts (n, D), whether the mix was stated)."
+# %% ../nbs/05_audit.ipynb #588daec3
+def _expected(reads, counts):
+    "(shares of each stage (stages, D), rows of each stage (stages,), expected rows (n, D))."
     n, rows = len(counts), np.diff(reads.splits)
     given = reads.target or [(0, counts.sum(0) / max(counts.sum(), 1))]
-    first = np.array([i for i, _ in given], np.int64)
     share = np.stack([np.asarray(w, float) for _, w in given])
-    for d in np.flatnonzero(counts.sum(0) * (share.sum(0) == 0)):
-        raise UserError(f'domain {reads.domains[d]!r} is read but its weight is 0: give the weights of the order that was recorded')
-    stage = np.searchsorted(first, np.arange(n), side='right') - 1
-    return first, share, np.bincount(stage, weights=rows, minlength=len(first)), share[stage] * rows[:, None], bool(reads.target)
+    for d in np.flatnonzero((counts.sum(0) > 0) & (share.sum(0) == 0)):
+        raise UserError(f'domain {reads.domains[d]!r} is read but its weight is 0: give the weights of the order that '
+                        'was recorded')
+    stage = np.searchsorted([i for i, _ in given], np.arange(n), side='right') - 1
+    return share, np.bincount(stage, weights=rows, minlength=len(given)), share[stage] * rows[:, None]
 
-def measure(reads):
-    "All numbers of the audit of some Reads, a plain dict; the domain numbers only where there are two domains or more."
-    if len(reads.steps) * len(reads.domains) > MAX_ROWS: raise UserError(f'{len(reads.domains):,} domains over {len(reads.steps):,} steps are too many numbers for one audit: give broader domains or fewer steps')
-    counts, rows = reads.counts(), np.diff(reads.splits)
-    first, share, stage_rows, expected, stated = _targets(reads, counts)
-    N, n, seen = len(reads.label), len(counts), counts.sum(0)
-    dof = int((share.max(0) > 0).sum()) - 1
-    stats = {'steps': n, 'first_step': int(reads.steps[0]), 'rows': N, 'rows_per_step': float(rows.mean()), 'tokens': reads.row_tokens and int(N * reads.row_tokens),
-             'domains': {d: {'rows': int(c), 'share': float(c / N), 'target': float(t)} for d, c, t in zip(reads.domains, seen, expected.sum(0) / N)},
-             'mix_stated': stated, 'stages': [int(reads.steps[i]) for i in first], 'repeats': repeats(reads)}
-    if dof < 1: return stats
+def _longest(reads, share, stage_rows):
+    "The longest run of one domain: where, how long, and how likely in a random order."
     at, length = runs(reads.label)
     i = int(length.argmax())
-    step = np.searchsorted(reads.splits, [at[i], at[i] + length[i] - 1], side='right') - 1
-    whole = np.searchsorted(reads.splits, at[i] + length[i], side='right') - 1 - np.searchsorted(reads.splits, at[i], side='left')
-    stats['run'] = {'rows': int(length[i]), 'steps': int(max(whole, 0)), 'tokens': reads.row_tokens and int(length[i] * reads.row_tokens), 'domain': reads.domains[reads.label[at[i]]],
-                    'first_step': int(reads.steps[step[0]]), 'last_step': int(reads.steps[step[1]]), 'usual': usual_run(share, stage_rows), 'chance': run_chance(int(length[i]), share, stage_rows)}
-    mono = (counts.max(1) == rows) & (rows > 0)
-    stats['mono'] = {'share': float(mono.mean()), 'steps': int(mono.sum()), 'usual': float(((expected / np.maximum(rows, 1)[:, None]) ** rows[:, None]).sum(1).mean())}
+    a, b = int(at[i]), int(at[i] + length[i])
+    first, last = np.searchsorted(reads.splits, [a, b - 1], side='right') - 1
+    whole = np.searchsorted(reads.splits, b, side='right') - 1 - np.searchsorted(reads.splits, a, side='left')
+    return {'rows': b - a, 'steps': max(int(whole), 0), 'tokens': reads.row_tokens and int((b - a) * reads.row_tokens),
+            'domain': reads.domains[reads.label[a]], 'first_step': int(reads.steps[first]),
+            'last_step': int(reads.steps[last]), 'usual': usual_run(share, stage_rows),
+            'chance': run_chance(b - a, share, stage_rows)}
+
+def _largest_shifts(reads, counts, expected, share):
+    "For each window: the largest shift beyond what the schedule plans, and the largest of all."
+    out, rows = {}, float(np.diff(reads.splits).mean())
+    for w in WINDOWS:
+        if len(counts) < 2 * w: break
+        s, planned = shifts(counts, w), shifts(expected, w)
+        t, u = int((s - planned).argmax()), int(s.argmax())
+        out[str(w)] = {'value': float(s[t]), 'planned': float(planned[t]), 'step': int(reads.steps[t + w]),
+                       'largest': float(s[u]), 'largest_step': int(reads.steps[u + w]),
+                       'noise': max(shift_noise(p, rows * w, len(s)) for p in share)}
+    return out
+
+# %% ../nbs/05_audit.ipynb #a4a23c4a
+def measure(reads):
+    "All numbers of an audit, a plain dict; those of the mix only where there are two domains or more."
+    if len(reads.steps) * len(reads.domains) > MAX_ROWS:
+        raise UserError(f'{len(reads.domains):,} domains over {len(reads.steps):,} steps are too many numbers for '
+                        'one audit: give broader domains or fewer steps')
+    counts, rows = reads.counts(), np.diff(reads.splits)
+    share, stage_rows, expected = _expected(reads, counts)
+    N, n, p = len(reads.label), len(counts), expected.sum(0) / len(reads.label)
+    dof = int((share.max(0) > 0).sum()) - 1
+    stats = {'steps': n, 'first_step': int(reads.steps[0]), 'rows': N, 'rows_per_step': float(rows.mean()),
+             'tokens': reads.row_tokens and int(N * reads.row_tokens), 'mix_stated': bool(reads.target),
+             'domains': {d: {'rows': int(c), 'share': float(c / N), 'target': float(t)}
+                         for d, c, t in zip(reads.domains, counts.sum(0), p)}, 'repeats': repeats(reads)}
+    if dof < 1: return stats
+    stats['run'] = _longest(reads, share, stage_rows)
+    mono, usual = (counts.max(1) == rows) & (rows > 0), (expected / np.maximum(rows, 1)[:, None]) ** rows[:, None]
+    stats['mono'] = {'share': float(mono.mean()), 'steps': int(mono.sum()), 'usual': float(usual.sum(1).mean())}
     h = batch_entropy(counts[rows > 0])
     stats['entropy'] = {'min': float(h.min()), 'p1': float(np.quantile(h, .01)), 'mean': float(h.mean())}
     z = deviation(counts, expected)
-    stats['dispersion'] = {'value': dispersion(z, dof), 'noise': dispersion_noise(expected, dof), 'dof': dof, 'furthest_rows': float(np.abs(counts - expected).max())}
+    stats['dispersion'] = {'value': dispersion(z, dof), 'noise': dispersion_noise(expected, dof), 'dof': dof,
+                           'furthest_rows': float(np.abs(counts - expected).max())}
     stats['autocorrelation'] = {str(lag): autocorrelation(z, lag) for lag in (1, 2, 4)}
-    period, amplitude, chance = rhythm(counts, expected, dof)
-    stats['rhythm'] = {'period_steps': period, 'amplitude': amplitude, 'chance': chance}
-    stats['shifts'] = {}
-    for w in WINDOWS:
-        if n < 2 * w: continue
-        s, planned = shifts(counts, w), shifts(expected, w)
-        t = int((s - planned).argmax())
-        stats['shifts'][str(w)] = {'value': float(s[t]), 'planned': float(planned[t]), 'step': int(reads.steps[t + w]), 'largest': float(s.max()), 'largest_step': int(reads.steps[int(s.argmax()) + w]),
-                                   'noise': max(shift_noise(p, float(rows.mean()) * w, len(s)) for p in share)}
+    stats['rhythm'] = dict(zip(('period_steps', 'amplitude', 'chance'), rhythm(counts, expected, dof)))
+    stats['shifts'] = _largest_shifts(reads, counts, expected, share)
     off = np.abs(np.cumsum(counts - expected, axis=0))
     t, d = np.unravel_index(int(off.argmax()), off.shape)
-    p = expected.sum(0) / N
-    stats['prefix'] = {'rows': float(off[t, d]), 'step': int(reads.steps[t]), 'domain': reads.domains[d], 'random': 1.25 * math.sqrt(N * p[d] * (1 - p[d])),
+    stats['prefix'] = {'rows': float(off[t, d]), 'step': int(reads.steps[t]), 'domain': reads.domains[d],
+                       'random': 1.25 * math.sqrt(N * p[d] * max(1 - p[d], 0)),  # mean of the maximum of a random walk
                        'final': float(off[-1].max() / N), 'final_domain': reads.domains[int(off[-1].argmax())]}
     return stats
 
-# %% ../nbs/05_audit.ipynb #8a016312
+# %% ../nbs/05_audit.ipynb #3902cedd
+def _check_run(stats):
+    r, L = stats['run'], LIMITS
+    rare, tokens = r['chance'] < L['chance'], f', {r["tokens"]:,} tokens' if r['tokens'] else ''
+    level = 'safe' if not rare else 'dangerous' if r['steps'] >= L['run_steps'] else 'warning'
+    return Check('longest single-domain run', f'{r["rows"]:,} rows, {r["steps"]} whole steps{tokens}',
+                 f'{r["usual"]} rows; chance {r["chance"]:.0e}', f'{L["run_steps"]} steps; chance {L["chance"]:.0e}',
+                 level, f'steps {r["first_step"]} to {r["last_step"]}: {r["rows"]:,} rows of {r["domain"]!r}, nothing else')
+
+def _check_mono(stats):
+    m, n, L = stats['mono'], stats['steps'], LIMITS
+    usual = m['usual'] * n
+    many = m['steps'] > usual + L['sigmas'] * math.sqrt(usual + 1) and m['share'] > m['usual'] + L['mono_share']
+    return Check('single-domain batches', f'{m["share"]:.1%}', f'{m["usual"]:.1%}',
+                 f'{L["mono_share"]:.0%} beyond random', 'warning' if many else 'safe', f'{m["steps"]:,} of {n:,} batches hold one domain only')
+
+def _check_entropy(stats):
+    e = stats['entropy']
+    return Check('batch entropy, 1 = even mix', f'min {e["min"]:.2f}, 1 % {e["p1"]:.2f}, mean {e["mean"]:.2f}', '', '')
+
+def _check_dispersion(stats):
+    d, L = stats['dispersion'], LIMITS
+    over = d['value'] > L['dispersion'] and d['value'] > 1 + L['sigmas'] * d['noise']
+    return Check('dispersion of the mix', f'{d["value"]:.2f}', f'1 +- {d["noise"]:.2f}', f'{L["dispersion"]}',
+                 'warning' if over else 'safe', f'batches differ {d["value"]:.1f} times as much as random ones')
+
+# %% ../nbs/05_audit.ipynb #4ec40045
+def _rounding(stats): return stats['dispersion']['furthest_rows'] < 2
+
+def _check_autocorrelation(stats):
+    a, d, L = stats['autocorrelation'], stats['dispersion'], LIMITS
+    noise = 1 / math.sqrt(stats['steps'] * d['dof'])
+    lag = max(a, key=lambda k: abs(a[k]))
+    hit = abs(a[lag]) > L['sigmas'] * noise and abs(a[lag]) * min(d['value'], 1) > L['autocorrelation']
+    return Check('autocorrelation, lags 1 2 4', ' '.join(f'{v:+.2f}' for v in a.values()), f'0 +- {noise:.2f}',
+                 f'{L["autocorrelation"]}', 'warning' if hit and not _rounding(stats) else 'safe',
+                 f'the mix of a batch foretells the one {lag} later ({a[lag]:+.2f}): the shuffle is local or weak')
+
+def _check_rhythm(stats):
+    f, L = stats['rhythm'], LIMITS
+    hit = f['amplitude'] > L['rhythm'] and f['chance'] < L['chance'] and not _rounding(stats)
+    return Check('strongest rhythm', f'{f["amplitude"]:.1%} of the batch every {f["period_steps"]:.0f} steps',
+                 f'chance {f["chance"]:.0e}', f'{L["rhythm"]:.0%}; chance {L["chance"]:.0e}',
+                 'warning' if hit else 'safe', f'the mix swings with a period of {f["period_steps"]:.0f} steps')
+
+def _check_shift(window, s):
+    L, beyond = LIMITS, s['value'] - s['planned'] if s['value'] > s['noise'] + s['planned'] else 0.
+    planned = beyond < L['shift_warning'] and s['largest'] - s['noise'] > L['shift_warning']
+    level = 'warning' if planned or beyond >= L['shift_warning'] else 'safe'
+    if beyond >= L['shift_dangerous']: level = 'dangerous'
+    value, step = (s['largest'], s['largest_step']) if planned else (s['value'], s['step'])
+    what = 'the schedule itself changes' if planned else 'the order changes'
+    return Check(f'largest shift, {window} steps', f'{value:.2f} at step {step}', f'under {s["noise"]:.2f}',
+                 f'{L["shift_warning"]} / {L["shift_dangerous"]} beyond random', level,
+                 f'{what} {value:.0%} of the mix at step {step}')
+
+# %% ../nbs/05_audit.ipynb #fa360a17
+def _check_prefix(stats):
+    p, L = stats['prefix'], LIMITS
+    unread = [d for d, v in stats['domains'].items() if not v['rows'] and v['target'] * stats['rows'] > 20]
+    final = p['final'] * stats['rows']
+    drift = stats['mix_stated'] and p['final'] > L['drift'] and final > L['sigmas'] / 1.25 * p['random']
+    return Check('furthest from the mix', f'{p["rows"]:,.1f} rows ({p["domain"]}, step {p["step"]})',
+                 f'about {p["random"]:,.0f} rows', f'{L["drift"]:.1%} of all rows at the end',
+                 'warning' if drift or unread else 'safe', f'{", ".join(map(repr, unread))} is never read' if unread else
+                 f'the share of {p["final_domain"]!r} ends {p["final"]:.1%} from its weight')
+
+def _check_repeats(stats):
+    r = stats['repeats']
+    gap = f', {r["min_gap"]:,} to {r["median_gap"]:,.0f} (median) steps later' if r['share'] else ''
+    yield Check('rows read again', f'{r["share"]:.1%}, up to {r["most_reads"]} times{gap}', '', '')
+    if r['early'] is not None:
+        yield Check('re-read while others wait', f'{r["early"]:.1%}', '0 %', f'{LIMITS["early"]:.0%}',
+                    'warning' if r['early'] > LIMITS['early'] else 'safe',
+                    f'{r["early"]:.0%} of the reads re-read rows while others were never read: restarts lose the place')
+
 def judge(stats):
     "The checks of a `measure` result, each with its level."
-    out, L = [], LIMITS
-    def add(name, value, random, limit, level, finding=''): out.append(Check(name, value, random, limit, level, finding if level != 'safe' else ''))
-    if 'run' in stats:
-        r, m, e, d, n = stats['run'], stats['mono'], stats['entropy'], stats['dispersion'], stats['steps']
-        rare = r['chance'] < L['chance']
-        tokens = f', {r["tokens"]:,} tokens' if r['tokens'] else ''
-        add('longest single-domain run', f'{r["rows"]:,} rows, {r["steps"]} whole steps{tokens}', f'{r["usual"]} rows; chance {r["chance"]:.0e}', f'{L["run_steps"]} steps or 1 in 10^6',
-            'dangerous' if rare and r['steps'] >= L['run_steps'] else 'warning' if rare else 'safe',
-            f'steps {r["first_step"]} to {r["last_step"]} hold {r["rows"]:,} rows of {r["domain"]!r} and nothing else')
-        usual = m['usual'] * n
-        add('single-domain batches', f'{m["share"]:.1%}', f'{m["usual"]:.1%}', f'{L["mono_share"]:.0%} beyond random',
-            'warning' if m['steps'] > usual + L['sigmas'] * math.sqrt(usual + 1) and m['share'] > m['usual'] + L['mono_share'] else 'safe', f'{m["steps"]:,} of {n:,} batches hold one domain only')
-        add('batch entropy', f'min {e["min"]:.2f}, 1 % {e["p1"]:.2f}, mean {e["mean"]:.2f}', '', '(1 = even mix)', 'safe')
-        over = d['value'] > L['dispersion'] and d['value'] > 1 + L['sigmas'] * d['noise']
-        add('dispersion of the mix', f'{d["value"]:.2f}', f'1 +- {d["noise"]:.2f}', f'{L["dispersion"]}', 'warning' if over else 'safe', f'batches differ {d["value"]:.1f} times as much as random ones')
-        noise, rounding = 1 / math.sqrt(n * d['dof']), d['furthest_rows'] < 2  # an exact mix of whole rows has a rhythm too
-        worst = max(stats['autocorrelation'].items(), key=lambda kv: abs(kv[1]))
-        hit = not rounding and abs(worst[1]) * d['value'] > L['autocorrelation'] and abs(worst[1]) > max(L['autocorrelation'], L['sigmas'] * noise)
-        add('autocorrelation, lags 1 2 4', ' '.join(f'{v:+.2f}' for v in stats['autocorrelation'].values()), f'0 +- {noise:.2f}', f'{L["autocorrelation"]} (times dispersion)',
-            'warning' if hit else 'safe', f'the mix of a batch foretells the one {worst[0]} later (correlation {worst[1]:+.2f}): the shuffle is local or weak')
-        f = stats['rhythm']
-        add('strongest rhythm', f'{f["amplitude"]:.1%} of the batch every {f["period_steps"]:.0f} steps', f'chance {f["chance"]:.0e}', f'{L["rhythm"]:.0%} and 1 in 10^6',
-            'warning' if not rounding and f['amplitude'] > L['rhythm'] and f['chance'] < L['chance'] else 'safe', f'the mix swings with a period of {f["period_steps"]:.0f} steps')
-        for w, s in stats['shifts'].items():
-            beyond = s['value'] - s['planned']
-            real = s['value'] > s['noise'] + s['planned']
-            planned = s['largest'] - s['noise'] > L['shift_warning'] and not (real and beyond > L['shift_warning'])
-            level = 'dangerous' if real and beyond >= L['shift_dangerous'] else 'warning' if planned or (real and beyond >= L['shift_warning']) else 'safe'
-            add(f'largest shift, {w} steps', f'{s["largest"] if planned else s["value"]:.2f} at step {s["largest_step"] if planned else s["step"]}', f'under {s["noise"]:.2f}', f'{L["shift_warning"]} / {L["shift_dangerous"]} beyond random', level,
-                f'the schedule itself changes {s["largest"]:.0%} of the mix at step {s["largest_step"]}' if planned else f'{s["value"]:.0%} of the mix is exchanged at step {s["step"]}')
-        p, unread = stats['prefix'], [k for k, v in stats['domains'].items() if not v['rows'] and v['target'] * stats['rows'] > 20]
-        drift = stats['mix_stated'] and p['final'] > L['drift'] and p['final'] * stats['rows'] > L['sigmas'] / 1.25 * p['random']
-        add('furthest from the mix', f'{p["rows"]:,.1f} rows ({p["domain"]}, step {p["step"]})', f'about {p["random"]:,.0f} rows', f'{L["drift"]:.1%} of all rows at the end', 'warning' if drift or unread else 'safe',
-            f'{", ".join(map(repr, unread))} is never read' if unread else f'the share of {p["final_domain"]!r} ends {p["final"]:.1%} from its weight')
-    rep = stats['repeats']
-    if rep:
-        gap = f', {rep["min_gap"]:,} to {rep["median_gap"]:,.0f} (median) steps later' if rep['share'] else ''
-        add('rows read again', f'{rep["share"]:.1%}, up to {rep["most_reads"]} times{gap}', '', '', 'safe')
-        early = rep['early']
-    if rep and early is not None:
-        add('re-read while others wait', f'{early:.1%}', '0 %', f'{L["early"]:.0%}', 'warning' if early > L['early'] else 'safe', f'{early:.0%} of the reads went to rows read before while others were never read: restarts lose the place')
-    return out
-
-# %% ../nbs/05_audit.ipynb #8e4bf287
-def find_shocks(reads, stats):
-    "Ends of single-domain runs of at least LIMITS['run_steps'] steps, in order: where the loss will jump."
-    at, length = runs(reads.label)
-    need = LIMITS['run_steps'] * max(stats['rows_per_step'], 1)
     out = []
-    for i in np.flatnonzero(length[:-1] >= need).tolist():
-        row = int(at[i + 1])
-        t = int(np.searchsorted(reads.splits, row, side='right')) - 1
-        out.append({'step': int(reads.steps[t]), 'row': row - int(reads.splits[t]), 'before': reads.domains[reads.label[row - 1]], 'after': reads.domains[reads.label[row]],
-                    'block_steps': round(float(length[i] / max(stats['rows_per_step'], 1)), 1), 'next_block_steps': round(float(length[i + 1] / max(stats['rows_per_step'], 1)), 1),
-                    'shard_before': reads.shard_of(row - 1) if reads.shard_of else None, 'shard_after': reads.shard_of(row) if reads.shard_of else None})
-        if len(out) == 100: break
-    if not out:
-        real = [s for s in stats.get('shifts', {}).values() if s['value'] - s['planned'] >= LIMITS['shift_dangerous'] and s['value'] > s['noise'] + s['planned']]
-        for s in real[:1]:
-            t = int(np.searchsorted(reads.steps, s['step']))
-            a, b = int(reads.splits[max(t - 1, 0)]), int(reads.splits[t])
-            out.append({'step': s['step'], 'row': 0, 'before': None, 'after': None, 'block_steps': None, 'next_block_steps': None,
-                        'shard_before': reads.shard_of(a) if reads.shard_of else None, 'shard_after': reads.shard_of(b) if reads.shard_of else None})
+    if 'run' in stats:
+        out = [check(stats) for check in (_check_run, _check_mono, _check_entropy, _check_dispersion,
+                                          _check_autocorrelation, _check_rhythm)]
+        out += [_check_shift(w, s) for w, s in stats['shifts'].items()] + [_check_prefix(stats)]
+    if stats['repeats']: out += _check_repeats(stats)
+    for c in out:
+        if c.level == 'safe': c.finding = ''
     return out
 
-# %% ../nbs/05_audit.ipynb #5bf99147
+# %% ../nbs/05_audit.ipynb #c7e70548
+def find_shocks(reads, stats):
+    "Ends of single-domain runs of at least LIMITS['run_steps'] steps, the first 100: where the loss will jump."
+    at, length = runs(reads.label)
+    per_step = max(stats['rows_per_step'], 1)
+    shard = reads.shard_of or (lambda row: None)
+    def shock(row, **more):
+        t = int(np.searchsorted(reads.splits, row, side='right')) - 1
+        return {'step': int(reads.steps[t]), 'row': row - int(reads.splits[t]), 'shard_before': shard(row - 1),
+                'shard_after': shard(row), **more}
+    def domain(i): return reads.domains[reads.label[at[i]]]
+    def block(i): return round(float(length[i] / per_step), 1)
+    out = [shock(int(at[i + 1]), before=domain(i), after=domain(i + 1), block_steps=block(i), next_block_steps=block(i + 1))
+           for i in np.flatnonzero(length[:-1] >= LIMITS['run_steps'] * per_step)[:100].tolist()]
+    if out: return out
+    for w, s in stats.get('shifts', {}).items():
+        if _check_shift(w, s).level == 'dangerous':
+            row = int(reads.splits[np.searchsorted(reads.steps, s['step'])])
+            return [shock(row, before=None, after=None, block_steps=None, next_block_steps=None)]
+    return []
+
+# %% ../nbs/05_audit.ipynb #1e5b2415
 def skip_ranges(shocks, stats):
-    "For each shock the block that follows it, as 0-based half-open step ranges, and the same in OLMo-core and Megatron-LM syntax."
+    "The block after each shock, as half-open ranges of steps counted from 0, and in OLMo-core and Megatron-LM syntax."
     last = stats['first_step'] + stats['steps']
     ranges = []
     for s in shocks:
@@ -349,72 +420,87 @@ def skip_ranges(shocks, stats):
         b = min(last, a + max(1, math.ceil(s['next_block_steps'] or LIMITS['run_steps'])) + (s['row'] > 0))
         if ranges and a <= ranges[-1][1]: ranges[-1][1] = max(b, ranges[-1][1])
         else: ranges.append([a, b])
+    olmo = ', '.join(f'{{start: {a + 1}, stop: {b + 1}}}' for a, b in ranges)
     return {'steps': ranges, 'share': sum(b - a for a, b in ranges) / stats['steps'],
-            'olmo_core': "--trainer.steps_to_skip='[" + ', '.join(f'{{start: {a + 1}, stop: {b + 1}}}' for a, b in ranges) + "]'",
+            'olmo_core': f"--trainer.steps_to_skip='[{olmo}]'",
             'megatron': '--iterations-to-skip ' + ' '.join(f'$(seq {a + 1} {b})' for a, b in ranges)}
 
-def advise(stats, checks, shocks, skip, spec=None):
+def advise(stats, checks, shocks, skip):
     "Lines that say what to do, most useful first; empty for a safe order."
-    level = max(LEVELS.index(c.level) for c in checks) if checks else 0
-    if not level: return []
-    weights = {d: float(f'{v["target"]:.4g}') for d, v in stats['domains'].items() if v['target'] > 0}
+    bad = [c for c in checks if c.level != 'safe']
+    restarts = [c for c in bad if c.name == 're-read while others wait']
+    planned = [c for c in bad if 'schedule itself' in c.finding]
     out = []
     if shocks:
-        s = shocks[0]
-        where = f'from {s["before"]!r} to {s["after"]!r} after {s["block_steps"]:g} steps' if s['before'] else 'the largest shift'
-        out.append(f'expect the loss to jump at step {s["step"]} ({where}; {len(shocks)}{"+" if len(shocks) == 100 else ""} such boundaries in all): switch before it')
-    if level == 2 or any(c.level != 'safe' and c.name not in ('re-read while others wait',) and 'schedule' not in c.finding for c in checks):
-        ints = integer_weights(weights, tuple(weights))
-        run = int(runs(Mix(ints).locate(np.arange(1 << 14, dtype=np.int64))[0])[1].max())
-        out.append(f'mix by row: {json.dumps({"kind": "interleaved", "weights": weights})}; in mid-run switch(order, step, new_order) keeps what was read as read. '
-                   f'Longest single-domain run then: {run} row{"s" * (run > 1)}' + (f', now {stats["run"]["rows"]:,}' if 'run' in stats else ''))
-    if any(c.name == 're-read while others wait' and c.level != 'safe' for c in checks):
-        out.append('save the position with the checkpoint and resume from it: order.state(step) is all there is to save')
-    if any('schedule itself' in c.finding for c in checks):
-        out.append('the schedule changes the mix in one step: split the change over several stages if the loss is to stay smooth')
+        s, more = shocks[0], f'{len(shocks)}{"+" if len(shocks) == 100 else ""} such boundaries in all'
+        where = f'{s["before"]!r} to {s["after"]!r} after {s["block_steps"]:g} steps' if s['before'] else 'largest shift'
+        out.append(f'expect the loss to jump at step {s["step"]} ({where}; {more}): switch before it')
+    if len(bad) > len(restarts) + len(planned):
+        weights = {d: float(f'{v["target"]:.4g}') for d, v in stats['domains'].items() if v['target'] > 0}
+        mix = Mix(integer_weights(weights, tuple(weights)))
+        run = int(runs(mix.locate(np.arange(1 << 14, dtype=np.int64))[0])[1].max())
+        out.append(f'mix by row: {json.dumps({"kind": "interleaved", "weights": weights})}; in mid-run '
+                   'switch(order, step, new_order) keeps what was read as read. '
+                   f'Longest single-domain run then: {run} row{"s" * (run > 1)}, now {stats["run"]["rows"]:,}')
+    if restarts: out.append('save the position with the checkpoint and resume from it, as order.state(step) does')
+    if planned: out.append('the schedule changes the mix in one step: spread it over several stages for a smooth loss')
     if skip:
-        out.append(f'a loader that cannot be changed today can pass over the next block ({skip["share"]:.0%} of these steps for all blocks): OLMo-core {skip["first_olmo_core"]}, Megatron-LM {skip["first_megatron"]} '
-                   '(versions that test `iteration in args.iterations_to_skip`, without + 1, count from 0: subtract 1)')
-        if skip['share'] > .2: out.append('skipping is no cure here: every block after it is as long, so the jump only moves')
+        out.append('a loader that cannot be changed today can pass over the next block: '
+                   f'OLMo-core {skip["first_olmo_core"]}, Megatron-LM {skip["first_megatron"]} (in versions whose training.py tests `iteration in '
+                   'args.iterations_to_skip`, without + 1, subtract 1)')
+        if skip['share'] > .2:
+            out.append(f'skipping is no cure here: such blocks are {skip["share"]:.0%} of the steps, the jump moves')
     return out
 
-# %% ../nbs/05_audit.ipynb #6c0e44f1
+# %% ../nbs/05_audit.ipynb #138fcfcc
 def audit(order, steps=None, start=0, weights=None):
     """Audit one of our orders for `steps` steps from `start`, or Reads from any of the adapters below.
 
-    `weights` (by domain): the mix that was meant, for Reads that do not know it; without it, what was read is the mix."""
+    `weights` (by domain): the mix that was meant, where Reads do not know it; without it, what was read is the mix."""
     if isinstance(order, Reads): reads = _window(order, steps, start)
     elif isinstance(order, Order):
         if steps is None: raise UserError('say how many steps to audit')
         reads = read_order(order, steps, start)
-    else: raise UserError(f'cannot audit a {type(order).__name__}: give an order, or Reads from read_log, read_megatron, read_index or read_batches')
+    else:
+        raise UserError(f'cannot audit a {type(order).__name__}: give an order, or Reads from read_log, '
+                        'read_megatron, read_index or read_batches')
     if weights is not None:
         ints = np.array(integer_weights(weights, reads.domains), float)
         reads.target = [(0, ints / ints.sum())]
     stats = measure(reads)
     checks, notes = judge(stats), list(reads.notes)
-    if 'run' not in stats: notes.append(f'only {reads.domains[0] if len(reads.domains) == 1 else "one domain"!r} was read: there is no mix to check; audit more steps, or give the domains')
+    if 'run' not in stats: notes.append('only one domain was read: there is no mix to check; name the domains')
     elif stats['steps'] < 20: notes.append(f'{stats["steps"]} steps are few: shifts and correlations need 20 or more')
     if reads.id_every > 1: notes.append(f'repeats were followed on one row in {reads.id_every}')
     verdict = LEVELS[max((LEVELS.index(c.level) for c in checks), default=0)]
     shocks = find_shocks(reads, stats) if verdict == 'dangerous' else []
     skip = skip_ranges(shocks, stats) if shocks else {}
-    if skip: skip.update({f'first_{k}': v for k, v in skip_ranges(shocks[:1], stats).items() if isinstance(v, str)})
-    return AuditResult(verdict, reads.source, reads, stats, checks, shocks, advise(stats, checks, shocks, skip), skip, notes)
+    if skip: skip |= {f'first_{k}': skip_ranges(shocks[:1], stats)[k] for k in ('olmo_core', 'megatron')}
+    advice = advise(stats, checks, shocks, skip)
+    return AuditResult(verdict, reads.source, reads, stats, checks, shocks, advice, skip, notes)
 
 def _window(reads, steps, start):
     "Steps start .. start + steps of some Reads."
-    i, j = np.searchsorted(reads.steps, [start, start + steps if steps is not None else np.iinfo(np.int64).max])
-    if i == j: raise UserError(f'{reads.source or "the record"} has no rows in steps {start} to {start + steps - 1 if steps else "the end"}: it holds steps {reads.steps[0]} to {reads.steps[-1]}')
+    i, j = np.searchsorted(reads.steps, [start, np.iinfo(np.int64).max if steps is None else start + steps])
+    if i == j:
+        raise UserError(f'{reads.source or "the record"} has no rows from step {start} on for {steps or "any"} steps: '
+                        f'it holds steps {reads.steps[0]} to {reads.steps[-1]}')
     if i == 0 and j == len(reads.steps): return reads
     lo, hi = int(reads.splits[i]), int(reads.splits[j])
-    keep = slice(None) if reads.id_step is None else (reads.id_step >= i) & (reads.id_step < j)
-    return Reads(reads.domains, reads.label[lo:hi], reads.splits[i:j + 1] - lo, reads.steps[i:j], reads.source, reads.target, None if reads.row_id is None else reads.row_id[keep],
-                 None if reads.id_step is None else reads.id_step[keep] - i, reads.id_every, reads.totals, reads.shard_of and (lambda k: reads.shard_of(k + lo)), reads.row_tokens, list(reads.notes))
+    out = replace(reads, label=reads.label[lo:hi], splits=reads.splits[i:j + 1] - lo, steps=reads.steps[i:j],
+                  shard_of=reads.shard_of and (lambda row: reads.shard_of(row + lo)))
+    if reads.target:
+        k = np.searchsorted([s for s, _ in reads.target], i, side='right') - 1
+        out.target = [(max(s - i, 0), w) for s, w in reads.target[k:] if s < j]
+    if reads.row_id is not None:
+        keep = (reads.id_step >= i) & (reads.id_step < j)
+        out.row_id, out.id_step = reads.row_id[keep], reads.id_step[keep] - i
+    return out
 
-# %% ../nbs/05_audit.ipynb #1a7f0d46
+# %% ../nbs/05_audit.ipynb #0e8d41d8
 GLYPHS = '█░▓·▒+#=o%'
-COLOURS = ('#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00', '#f0e442', '#999999')  # Okabe and Ito: distinct without colour vision
+# Okabe and Ito: distinct without colour vision
+COLOURS = ('#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00', '#f0e442', '#999999')
 
 def plain(text):
     "Names come from files: characters that a terminal would obey are shown as dots."
@@ -434,38 +520,41 @@ def _bins(reads, width, most):
 def mosaic(reads, width=72, height=12):
     "The domain mix by step as text: one column a bin of steps, one glyph a domain."
     names, share, _ = _bins(reads, width, len(GLYPHS) - 1)
-    cut = np.round(np.cumsum(share, axis=1) * height).astype(int)
-    column = [[GLYPHS[min(int(np.searchsorted(c, y, side='right')), len(names) - 1)] for y in range(height)] for c in cut]
+    cut, last = np.round(np.cumsum(share, axis=1) * height).astype(int), len(names) - 1
+    column = [[GLYPHS[min(int(np.searchsorted(c, y, side='right')), last)] for y in range(height)] for c in cut]
     lines = [''.join(col[y] for col in column) for y in reversed(range(height))]
-    first, last = f'step {reads.steps[0]}', f'{reads.steps[-1]}'
-    return '\n'.join([*lines, first + ' ' * max(1, len(column) - len(first) - len(last)) + last, '  '.join(f'{g} {n}' for g, n in zip(GLYPHS, names))])
+    left, right = f'step {reads.steps[0]}', f'{reads.steps[-1]}'
+    axis = left + ' ' * max(1, len(column) - len(left) - len(right)) + right
+    return '\n'.join([*lines, axis, '  '.join(f'{g} {n}' for g, n in zip(GLYPHS, names))])
 
 def mosaic_svg(reads, marks=(), width=760, height=180):
     "The same as an SVG string; `marks` are steps to mark with a line."
     names, share, edge = _bins(reads, 190, len(COLOURS) - 1)
     n, top = len(reads.steps), np.c_[np.zeros(len(share)), np.cumsum(share, axis=1)]
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 40}" role="img" aria-labelledby="mix-t" font-family="sans-serif" font-size="12">',
-           f'<title id="mix-t">Domain mix by step, steps {reads.steps[0]} to {reads.steps[-1]}: {html.escape(", ".join(names))}</title>']
+    title = f'Domain mix by step, steps {reads.steps[0]} to {reads.steps[-1]}: {html.escape(", ".join(names))}'
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 40}" role="img" aria-label="{title}" '
+           f'font-family="sans-serif" font-size="12"><title>{title}</title>']
     for d, colour in zip(range(len(names)), COLOURS):
         path, i = [], 0
         while i < len(share):                                  # bins with the same band are one rectangle
             j = i
             while j < len(share) and np.allclose(top[j, d:d + 2], top[i, d:d + 2], atol=2e-3): j += 1
-            x0, x1, y0, y1 = edge[i] / n * width, edge[j] / n * width, (1 - top[i, d + 1]) * height, (1 - top[i, d]) * height
+            x0, x1, (y1, y0) = edge[i] / n * width, edge[j] / n * width, (1 - top[i, d:d + 2]) * height
             if y1 - y0 > .05: path.append(f'M{x0:.1f} {y0:.1f}H{x1:.1f}V{y1:.1f}H{x0:.1f}Z')
             i = j
         out.append(f'<path fill="{colour}" d="{"".join(path)}"/>')
-    for s in list(marks)[:40]:
-        x = (np.searchsorted(reads.steps, s)) / n * width
+    for x in np.searchsorted(reads.steps, list(marks)[:40]) / n * width:
         out.append(f'<path stroke="currentColor" stroke-width="1.5" stroke-dasharray="4 3" d="M{x:.1f} 0V{height}"/>')
+    def text(x, y, words, more=''): return f'<text x="{x}" y="{y}" fill="currentColor"{more}>{html.escape(words)}</text>'
     x = 0
     for name, colour in zip(names, COLOURS):
-        out.append(f'<rect x="{x}" y="{height + 22}" width="11" height="11" fill="{colour}"/><text x="{x + 15}" y="{height + 32}" fill="currentColor">{html.escape(name[:24])}</text>')
+        out.append(f'<rect x="{x}" y="{height + 22}" width="11" height="11" fill="{colour}"/>')
+        out.append(text(x + 15, height + 32, name[:24]))
         x += 28 + 7 * len(name[:24])
-    out.append(f'<text x="0" y="{height + 14}" fill="currentColor">step {reads.steps[0]}</text><text x="{width}" y="{height + 14}" text-anchor="end" fill="currentColor">{reads.steps[-1]}</text></svg>')
-    return ''.join(out)
+    out += [text(0, height + 14, f'step {reads.steps[0]}'), text(width, height + 14, str(reads.steps[-1]), ' text-anchor="end"')]
+    return ''.join(out) + '</svg>'
 
-# %% ../nbs/05_audit.ipynb #6d7ee3c8
+# %% ../nbs/05_audit.ipynb #c6c4e828
 def render(result):
     "A rich renderable: picture, table of checks, verdict, what to do."
     from rich.console import Group
@@ -475,15 +564,18 @@ def render(result):
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for c in ('check', 'measured', 'a random order', 'limit', ''): table.add_column(c, overflow='fold')
     for c in result.checks:
-        table.add_row(*(Text(plain(x)) for x in (c.name, c.value, c.random, c.limit)), Text('' if c.level == 'safe' else c.level, style=colour[c.level]))
+        level = Text('' if c.level == 'safe' else c.level, style=colour[c.level])
+        table.add_row(*(Text(plain(x)) for x in (c.name, c.value, c.random, c.limit)), level)
     s = result.stats
-    head = Text(plain(f'{result.source}: {s["steps"]:,} steps from step {s["first_step"]}, {s["rows"]:,} rows' + (f', {s["tokens"]:,} tokens' if s['tokens'] else '')))
-    findings = [Text(plain(f'- {c.finding}')) for c in result.checks if c.finding]
-    todo = [Text('What to do now', style='bold'), *(Text(plain(f'{i}. {a}')) for i, a in enumerate(result.advice, 1))] if result.advice else []
-    return Group(head, Text(result.picture()), Text(''), table, Text(''), Text(f'verdict: {result.verdict}', style=f'bold {colour[result.verdict]}'),
-                 *findings, *(Text(plain(f'note: {n}')) for n in result.notes), *todo)
+    tokens = f', {s["tokens"]:,} tokens' if s['tokens'] else ''
+    head = f'{result.source}: {s["steps"]:,} steps from step {s["first_step"]}, {s["rows"]:,} rows{tokens}'
+    lines = [f'- {c.finding}' for c in result.checks if c.finding] + [f'note: {n}' for n in result.notes]
+    todo = [f'{i}. {a}' for i, a in enumerate(result.advice, 1)]
+    return Group(Text(plain(head)), Text(result.picture()), Text(''), table, Text(''),
+                 Text(f'verdict: {result.verdict}', style=f'bold {colour[result.verdict]}'),
+                 *(Text(plain(x)) for x in lines), *([Text('What to do now', style='bold')] if todo else []), *(Text(plain(x)) for x in todo))
 
-# %% ../nbs/05_audit.ipynb #3bc5a2f4
+# %% ../nbs/05_audit.ipynb #017e9884
 GROUPS = 12
 
 def shard_domains(names, domain_of=None):
@@ -499,8 +591,10 @@ def shard_domains(names, domain_of=None):
     by = sorted(range(len(names)), key=names.__getitem__)
     size = -(-len(names) // min(GROUPS, len(names)))
     out = [''] * len(names)
-    for k, i in enumerate(by): out[i] = f'shards {k // size * size}-{min(k // size * size + size, len(names)) - 1}' if size > 1 else names[i].rpartition('/')[2]
-    return out, ['no domains are known: neighbouring shards were taken as one; give domain_of for a verdict about domains']
+    for k, i in enumerate(by):
+        lo = k // size * size
+        out[i] = f'shards {lo}-{min(lo + size, len(names)) - 1}' if size > 1 else names[i].rpartition('/')[2]
+    return out, ['no domains are known: neighbouring shards were taken together; give domain_of for a verdict on domains']
 
 def first_seen(values):
     "(distinct values in order of first appearance, number of each value)."
@@ -508,30 +602,35 @@ def first_seen(values):
     by = np.argsort(first)
     return [str(names[i]) for i in by], np.argsort(by)[inverse.ravel()]
 
-# %% ../nbs/05_audit.ipynb #54d207ae
+# %% ../nbs/05_audit.ipynb #44e1a858
 COLUMNS = ('step', 'shard', 'offset', 'length')
 
 def read_log(path, domain_of=None):
-    "Reads from a CSV or Parquet file with a line for each row, in reading order: step, shard, offset, length[, domain]."
+    "Reads from a CSV or Parquet file with a line for each row, in reading order: step,shard,offset,length[,domain]."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: no such file')
     table, place = _parquet(path) if path.suffix == '.parquet' else _csv(path)
     step = table['step']
     if not len(step): raise UserError(f'{path}: it holds no rows')
-    if len(step) > MAX_ROWS: raise UserError(f'{path}: {len(step):,} rows are too many for one audit: give at most {MAX_ROWS:,}')
+    if len(step) > MAX_ROWS:
+        raise UserError(f'{path}: {len(step):,} rows are too many for one audit: give at most {MAX_ROWS:,}')
     back = np.flatnonzero(np.diff(step) < 0)
-    if len(back): raise UserError(f'{path} {place(back[0] + 1)}: step goes back from {step[back[0]]} to {step[back[0] + 1]}: sort the lines by step')
+    if len(back):
+        raise UserError(f'{path} {place(back[0] + 1)}: step goes back from {step[back[0]]} to {step[back[0] + 1]}: '
+                        'sort the lines by step')
     names, shard = table['shard']
     if table['domain']: (domains, label), notes = table['domain'], []
     else:
         of, notes = shard_domains(names, domain_of)
         domains, by_shard = first_seen(np.array(of))
         label = by_shard[shard]
-    if len(domains) > 65535: raise UserError(f'{path}: more than 65,535 domains: is the domain column an id of the row?')
+    if len(domains) > 65535:
+        raise UserError(f'{path}: more than 65,535 domains: is the domain column an id of the row?')
     steps, first = np.unique(step, return_index=True)
     splits = np.append(first, len(step)).astype(np.int64)
-    return Reads(tuple(domains), label.astype(np.uint16), splits, steps, plain(path), row_id=_row_ids(shard, table['offset']), id_step=np.repeat(np.arange(len(steps)), np.diff(splits)),
-                 shard_of=lambda i: names[shard[i]], row_tokens=float(table['length'].mean()), notes=notes)
+    return Reads(tuple(domains), label.astype(np.uint16), splits, steps, plain(path), notes=notes,
+                 row_id=_row_ids(shard, table['offset']), id_step=np.repeat(np.arange(len(steps)), np.diff(splits)),
+                 shard_of=lambda row: names[shard[row]], row_tokens=float(table['length'].mean()))
 
 def _row_ids(shard, offset):
     "A number for each distinct (shard, offset)."
@@ -541,7 +640,7 @@ def _row_ids(shard, offset):
     out[by] = np.cumsum(new) - 1
     return out
 
-# %% ../nbs/05_audit.ipynb #0294bade
+# %% ../nbs/05_audit.ipynb #da45c15b
 def _csv(path):
     "(columns, a function that names the line of a row); strings as (distinct strings, number of each)."
     numbers, names = {c: array('q') for c in ('step', 'offset', 'length')}, {c: {} for c in ('shard', 'domain')}
@@ -577,10 +676,14 @@ def _parquet(path):
     try:
         import pyarrow as pa
         import pyarrow.parquet as parquet
-    except ImportError: raise UserError(f'{path}: reading Parquet needs pyarrow: pip install pyarrow, or write a CSV') from None
+    except ImportError:
+        raise UserError(f'{path}: reading Parquet needs pyarrow: pip install pyarrow, or write a CSV') from None
     def bad(what): raise UserError(f'{plain(path)}: {what}')
-    try: table = parquet.read_table(path, columns=[c for c in (*COLUMNS, 'domain') if c in parquet.read_schema(path).names]).combine_chunks()
-    except (pa.ArrowException, OSError, ValueError) as e: bad(f'not a readable Parquet file ({plain(str(e).splitlines()[0])[:100]})')
+    try:
+        there = [c for c in (*COLUMNS, 'domain') if c in parquet.read_schema(path).names]
+        table = parquet.read_table(path, columns=there).combine_chunks()
+    except (pa.ArrowException, OSError, ValueError) as e:
+        bad(f'not a readable Parquet file ({plain(str(e).splitlines()[0])[:100]})')
     out = {'domain': None}
     for c in COLUMNS:
         if c not in table.column_names: bad(f'no column {c!r}: it must have {", ".join(COLUMNS)}[,domain]')
@@ -588,8 +691,7 @@ def _parquet(path):
         column = table.column(c)
         if column.null_count: bad(f'row {column.is_null().index(True).as_py()}: {c} is empty')
         if c in ('shard', 'domain'):
-            coded = column.cast(pa.string()).combine_chunks().dictionary_encode() if len(column) else pa.array([], pa.string()).dictionary_encode()
-            coded = coded.chunk(0) if isinstance(coded, pa.ChunkedArray) else coded
+            coded = pa.concat_arrays([pa.array([], pa.string()), *column.cast(pa.string()).chunks]).dictionary_encode()
             out[c] = coded.dictionary.to_pylist(), coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
         else:
             if not pa.types.is_integer(column.type): bad(f'column {c!r} holds {column.type}, not integers')
@@ -599,36 +701,42 @@ def _parquet(path):
             out[c] = v.astype(np.int64)
     return out, lambda i: f'row {i}'
 
-# %% ../nbs/05_audit.ipynb #b1bf116c
+# %% ../nbs/05_audit.ipynb #43eda1d6
 def read_batches(batches, domain, steps=None, source='batches'):
-    "Reads from an iterable of batches; `domain`: a key of the batch, or a function from a batch to one label for each row."
+    "Reads from an iterable of batches; `domain`: a key of the batch, or a function from a batch to a label for each row."
     get = domain if callable(domain) else lambda b: b[domain]
     names, label, splits = {}, array('H'), array('q', [0])
     for t, batch in enumerate(batches):
         if t == steps: break
         try: got = get(batch)
-        except (KeyError, TypeError, IndexError, AttributeError) as e: raise UserError(f'{source}: batch {t} gives no domain ({type(e).__name__}: {e}): pass a key, or a function from a batch to labels') from None
+        except (KeyError, TypeError, IndexError, AttributeError) as e:
+            raise UserError(f'{source}: batch {t} gives no domain ({type(e).__name__}: {e}): pass a key, or a '
+                            'function from a batch to labels') from None
         got = got.tolist() if hasattr(got, 'tolist') else got
         got = [got] if isinstance(got, (str, int)) else list(got)
         try: label.extend(names.setdefault(str(g), len(names)) for g in got)
-        except OverflowError: raise UserError(f'{source}: more than 65,535 different domains: is {domain!r} the domain, or an id of the row?') from None
+        except OverflowError:
+            raise UserError(f'{source}: more than 65,535 different domains: is {domain!r} the domain, or an id of '
+                            'the row?') from None
         splits.append(len(label))
         if len(label) > MAX_ROWS: raise UserError(f'{source}: more than {MAX_ROWS:,} rows: pass steps= to stop earlier')
     if not label: raise UserError(f'{source}: no batches: nothing to audit')
-    return Reads(tuple(names), np.array(label, np.uint16), np.array(splits, np.int64), np.arange(len(splits) - 1), source)
+    splits = np.array(splits, np.int64)
+    return Reads(tuple(names), np.array(label, np.uint16), splits, np.arange(len(splits) - 1), source)
 
 def audit_batches(batches, domain, steps=None, weights=None, source='batches'):
     "Audit any Python iterable of batches: audit_batches(loader, domain='source')."
     return audit(read_batches(batches, domain, steps, source), weights=weights)
 
-# %% ../nbs/05_audit.ipynb #025cdce4
+# %% ../nbs/05_audit.ipynb #4cc52969
 RULE_ROWS = 1 << 23  # rows drawn from a rule
 RULES = ('none', 'shards', 'within', 'window', 'blocks', 'buffer', 'rows')
 
 def rule_order(sizes, shuffle, seed, window=0, limit=None):
     "(shard, row within shard) of the first `limit` rows of an epoch under a rule of RULES; sizes: rows of each shard."
     if shuffle not in RULES: raise UserError(f'unknown shuffle {shuffle!r}: choose {", ".join(RULES)}')
-    if shuffle in ('window', 'blocks', 'buffer') and window < 1: raise UserError(f'shuffle {shuffle!r} needs window, the number of rows it spans')
+    if shuffle in ('window', 'blocks', 'buffer') and window < 1:
+        raise UserError(f'shuffle {shuffle!r} needs window, the number of rows it spans')
     sizes, rng = np.asarray(sizes, np.int64), np.random.default_rng(seed)
     total = int(sizes.sum())
     limit = total if limit is None else min(limit, total)
@@ -637,16 +745,18 @@ def rule_order(sizes, shuffle, seed, window=0, limit=None):
     if shuffle == 'rows': at = permute(np.arange(limit), total, round_keys('rule', seed))
     else:
         reach = np.arange(min(total, limit + 16 * window))   # rows that can come among the first `limit`
-        if shuffle == 'window': key = rng.uniform(np.maximum(reach - window / 2, 0), np.minimum(reach + window / 2, total))
-        elif shuffle == 'buffer': key = np.maximum(reach - window, 0) + rng.exponential(window, len(reach))  # arrival, and wait in the buffer
+        lo, hi = np.maximum(reach - window / 2, 0), np.minimum(reach + window / 2, total)
+        if shuffle == 'window': key = rng.uniform(lo, hi)
+        elif shuffle == 'buffer': key = np.maximum(reach - window, 0) + rng.exponential(window, len(reach))  # wait
         elif shuffle == 'blocks': key = reach // window + rng.random(len(reach))
         elif shuffle == 'within': key = np.searchsorted(ends, reach, side='right') + rng.random(len(reach))
         at = np.argsort(key, kind='stable')[:limit] if shuffle not in ('none', 'shards') else reach[:limit]
     i = np.searchsorted(ends, at, side='right')
     return by[i], at - (ends[i] - sizes[by[i]])
 
-def read_rule(names, sizes, batch_size, shuffle, window=0, seed=0, steps=None, domain_of=None, source='', unit=1, row_tokens=None):
-    "Reads of a loader that follows a rule; `unit` rows stay together. `steps` steps over as many epochs as they need, or one epoch."
+def read_rule(names, sizes, batch_size, shuffle, window=0, seed=0, steps=None, domain_of=None, source='', unit=1,
+              row_tokens=None):
+    "Reads of a loader that follows a rule: one epoch, or `steps` steps over as many as they take; `unit` rows stay together."
     if batch_size < 1: raise UserError(f'the batch size must be at least 1, not {batch_size}')
     of, notes = shard_domains(names, domain_of)
     domains, label = first_seen(np.array(of))
@@ -654,34 +764,39 @@ def read_rule(names, sizes, batch_size, shuffle, window=0, seed=0, steps=None, d
     total = int(sizes.sum())
     n = steps or min(total, RULE_ROWS) // batch_size
     if not n: raise UserError(f'{source}: {total:,} rows are less than one batch of {batch_size}')
-    if n * batch_size > RULE_ROWS: raise UserError(f'{source}: {n:,} steps of {batch_size} rows are too many for one audit: at most {RULE_ROWS // batch_size:,}')
-    if not steps and total > RULE_ROWS: notes = [*notes, f'the first {n:,} steps of an epoch of {total // batch_size:,}']
+    if n * batch_size > RULE_ROWS:
+        raise UserError(f'{source}: {n:,} steps of {batch_size} rows are too many for one audit: at most '
+                        f'{RULE_ROWS // batch_size:,}')
+    if not steps and total > RULE_ROWS: notes.append(f'the first {n:,} steps of an epoch of {total // batch_size:,}')
     parts, have, epoch = [], 0, 0
     while have < n * batch_size:
-        shard, row = rule_order(sizes // unit, shuffle, (seed, epoch), -(-window // unit), -(-(n * batch_size - have) // unit))
+        left = -(-(n * batch_size - have) // unit)
+        shard, row = rule_order(sizes // unit, shuffle, (seed, epoch), -(-window // unit), left)
         parts.append((np.repeat(shard, unit), (row[:, None] * unit + np.arange(unit)).ravel()))
         have, epoch = have + len(parts[-1][0]), epoch + 1
     shard, row = (np.concatenate(x)[:n * batch_size] for x in zip(*parts))
     base = np.cumsum(sizes) - sizes
-    return Reads(tuple(domains), label[shard].astype(np.uint16), np.arange(n + 1, dtype=np.int64) * batch_size, np.arange(n), source, row_id=base[shard] + row,
-                 id_step=np.repeat(np.arange(n), batch_size), totals=np.bincount(label, weights=sizes).astype(np.int64), shard_of=lambda i: names[shard[i]], row_tokens=row_tokens,
-                 notes=[*notes, f'the order was drawn from the rule {shuffle!r}, not copied from the run'])
+    return Reads.even(domains, label[shard], batch_size, source, row_id=base[shard] + row, row_tokens=row_tokens,
+                      id_step=np.repeat(np.arange(n), batch_size), shard_of=lambda i: names[shard[i]],
+                      totals=np.bincount(label, weights=sizes).astype(np.int64),
+                      notes=[*notes, f'the order was drawn from the rule {shuffle!r}, not copied from the run'])
 
-# %% ../nbs/05_audit.ipynb #d839fc38
+# %% ../nbs/05_audit.ipynb #7f7825b5
 def read_llmc(manifest, batch_size, seq_len, shuffle=False, seed=0, steps=None):
-    "The llm.c rule over the shards of a manifest: `batch_size` rows (of all processes together) are consecutive in a shard."
+    "The llm.c rule over the shards of a manifest: the `batch_size` rows of all processes are consecutive in a shard."
     rows = [max(s.tokens - 1, 0) // (batch_size * seq_len) * batch_size for s in manifest.shards]
     by = sorted(range(len(rows)), key=lambda i: manifest.shards[i].path)
     names, domain = [manifest.shards[i].path for i in by], {s.path: s.domain for s in manifest.shards}
-    return read_rule(names, [rows[i] for i in by], batch_size, 'within' if shuffle else 'none', seed=seed, steps=steps, domain_of=domain,
-                     source=f'llm.c rule, shuffle={int(bool(shuffle))}', unit=batch_size, row_tokens=seq_len)
+    return read_rule(names, [rows[i] for i in by], batch_size, 'within' if shuffle else 'none', seed=seed, steps=steps,
+                     domain_of=domain, source=f'llm.c rule, shuffle={int(bool(shuffle))}', unit=batch_size,
+                     row_tokens=seq_len)
 
-# %% ../nbs/05_audit.ipynb #f1a4d569
+# %% ../nbs/05_audit.ipynb #d16b2172
 def read_index(path, batch_size, shuffle=None, window=0, seed=0, steps=None, domain_of=None, block_size=None):
-    """Reads from MosaicML Streaming or litdata `index.json`: a path, or {domain: path} for one index (or folder) a domain.
+    """Reads from a MosaicML Streaming or litdata `index.json`: a path, or {domain: path} for an index (folder) a domain.
 
-    shuffle: a rule of RULES; None: what that loader does with shuffle on ('window' of 2^18 rows for Mosaic's py1e, 'within' for
-    litdata). block_size: tokens a row, for litdata chunks that count tokens."""
+    shuffle: a rule of RULES; None: what that loader does with shuffle on ('window' of 2^18 rows for Mosaic's py1e,
+    'within' for litdata). block_size: tokens a row, for litdata chunks that count tokens."""
     paths = path if isinstance(path, Mapping) else {None: path}
     names, sizes, domain, kinds = [], [], {}, set()
     for d, p in paths.items():
@@ -694,19 +809,23 @@ def read_index(path, batch_size, shuffle=None, window=0, seed=0, steps=None, dom
             names.append(name); sizes.append(rows); domain[name] = d
     if len(kinds) > 1: raise UserError('the indices are of different loaders: ' + ', '.join(sorted(kinds)))
     if shuffle is None: shuffle, window = ('window', window or 1 << 18) if kinds == {'mosaic'} else ('within', 0)
-    return read_rule(names, sizes, batch_size, shuffle, window, seed, steps, domain if None not in paths else domain_of, f'{kinds.pop()} index {plain(path if None in paths else ", ".join(map(str, paths)))}, {shuffle}')
+    source = f'{kinds.pop()} index {plain(path) if None in paths else ", ".join(map(plain, paths))}, {shuffle}'
+    of = domain_of if None in paths else domain
+    return read_rule(names, sizes, batch_size, shuffle, window, seed, steps, of, source)
 
 def _index_shards(path, block_size):
     "('mosaic' | 'litdata', [(shard name, rows)])."
     def bad(what): raise UserError(f'{path}: {what}')
     try: text = path.read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as e: bad(f'not readable ({e.strerror if isinstance(e, OSError) else f"byte {e.start} is not UTF-8"})')
+    except (OSError, UnicodeDecodeError) as e:
+        bad(f'not readable ({e.strerror if isinstance(e, OSError) else f"byte {e.start} is not UTF-8"})')
     try: d = json.loads(text)
     except json.JSONDecodeError as e: bad(f'line {e.lineno} column {e.colno}: not JSON ({e.msg})')
     except (RecursionError, ValueError): bad('not usable JSON: nested too deep, or a number too long')
     if not isinstance(d, dict): bad('expected an object with "shards" (MosaicML Streaming) or "chunks" (litdata)')
     kind, entries = ('mosaic', d.get('shards')) if 'shards' in d else ('litdata', d.get('chunks'))
-    if not isinstance(entries, list) or not entries: bad('expected a list "shards" (MosaicML Streaming) or "chunks" (litdata) that is not empty')
+    if not isinstance(entries, list) or not entries:
+        bad('expected a list "shards" (MosaicML Streaming) or "chunks" (litdata) that is not empty')
     out = []
     for i, e in enumerate(entries):
         where = f'{"shards" if kind == "mosaic" else "chunks"}[{i}]'
@@ -718,18 +837,22 @@ def _index_shards(path, block_size):
             if not block_size: bad(f'{where} counts tokens: give block_size, the tokens of a row')
             rows = e['dim'] // block_size if type(e['dim']) is int else None
         if not isinstance(name, str) or not name: bad(f'{where} has no file name')
-        if type(rows) is not int or not 0 <= rows <= MAX_ROWS: bad(f'{where} ({plain(name)}): the number of rows is {str(rows)[:40]}, expected 0 to {MAX_ROWS:,}')
+        if type(rows) is not int or not 0 <= rows <= MAX_ROWS:
+            bad(f'{where} ({plain(name)}): the number of rows is {str(rows)[:40]}, expected 0 to {MAX_ROWS:,}')
         out.append((name, rows))
     return kind, out
 
-# %% ../nbs/05_audit.ipynb #b8f35217
+# %% ../nbs/05_audit.ipynb #ebfff025
 def read_megatron(path, batch_size, documents=None):
-    """Reads from Megatron-core's index cache: a folder with one blend, or its `...-dataset_index.npy`; or, for one merged file,
-    its `...-shuffle_index.npy` with `documents` = {domain: number of documents}, in the order in which they were merged."""
+    """Reads from Megatron-core's index cache: a folder with one blend, or its `...-dataset_index.npy`; or, for one merged
+    file, its `...-shuffle_index.npy` with `documents` = {domain: number of documents}, in the order merged."""
     path = Path(path)
     if path.is_dir():
-        found = sorted(path.glob('*-BlendedDataset-train-dataset_index.npy')) or sorted(path.glob('*-GPTDataset-train-shuffle_index.npy'))
-        if len(found) != 1: raise UserError(f'{path}: {"several" if found else "no"} Megatron index caches for training: name the -dataset_index.npy or -shuffle_index.npy file')
+        found = sorted(path.glob('*-BlendedDataset-train-dataset_index.npy'))
+        found = found or sorted(path.glob('*-GPTDataset-train-shuffle_index.npy'))
+        if len(found) != 1:
+            raise UserError(f'{path}: {"several" if found else "no"} Megatron index caches for training: name the '
+                            '-dataset_index.npy or -shuffle_index.npy file')
         path = found[0]
     if batch_size < 1: raise UserError(f'the batch size must be at least 1, not {batch_size}')
     if path.name.endswith('dataset_index.npy'): names, label, target = _megatron_blend(path)
@@ -737,15 +860,21 @@ def read_megatron(path, batch_size, documents=None):
     else: raise UserError(f'{path}: expected a file that ends in -dataset_index.npy or -shuffle_index.npy')
     n = len(label) // batch_size
     if not n: raise UserError(f'{path}: {len(label)} samples are less than one batch of {batch_size}')
-    if n * batch_size > MAX_ROWS: raise UserError(f'{path}: {len(label):,} samples are too many for one audit: at most {MAX_ROWS:,}')
-    return Reads(tuple(names), label[:n * batch_size].astype(np.uint16), np.arange(n + 1, dtype=np.int64) * batch_size, np.arange(n), f'Megatron index {plain(path.name)}',
-                 target=target and [(0, np.array(target))], notes=['repeats are not followed: samples of later epochs begin at other offsets'])
+    if n * batch_size > MAX_ROWS:
+        raise UserError(f'{path}: {len(label):,} samples are too many for one audit: at most {MAX_ROWS:,}')
+    return Reads.even(names, label, batch_size, f'Megatron index {plain(path.name)}',
+                      target=target and [(0, np.array(target))],
+                      notes=['repeats are not followed: samples of later epochs begin at other offsets'])
 
 def _npy(path, ndim=1):
     "A memory-mapped integer array of a .npy file; its text is never unpickled."
     try: a = np.load(path, mmap_mode='r', allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError, OverflowError, MemoryError) as e: raise UserError(f'{path}: not a usable .npy file ({str(e).splitlines()[0][:80] if str(e) else type(e).__name__})') from None
-    if not isinstance(a, np.ndarray) or a.ndim != ndim or a.dtype.kind not in 'iu': raise UserError(f'{path}: expected integers in {ndim} dimension{"s" * (ndim > 1)}, found {getattr(a, "dtype", type(a).__name__)} {getattr(a, "shape", "")}')
+    except (OSError, ValueError, EOFError, SyntaxError, OverflowError, MemoryError) as e:
+        raise UserError(f'{path}: not a usable .npy file '
+                        f'({str(e).splitlines()[0][:80] if str(e) else type(e).__name__})') from None
+    if not isinstance(a, np.ndarray) or a.ndim != ndim or a.dtype.kind not in 'iu':
+        raise UserError(f'{path}: expected integers in {ndim} dimension{"s" * (ndim > 1)}, found '
+                        f'{getattr(a, "dtype", type(a).__name__)} {getattr(a, "shape", "")}')
     return a
 
 def _inside(path, a, limit, what):
@@ -753,7 +882,8 @@ def _inside(path, a, limit, what):
     wrong = np.flatnonzero((a < 0) | (a >= limit))
     if len(wrong):
         i = int(wrong[0])
-        raise UserError(f'{path}: entry {i} (byte {Path(path).stat().st_size - a.nbytes + i * a.itemsize}) is {a[i]}, but there are {limit:,} {what}')
+        raise UserError(f'{path}: entry {i} (byte {Path(path).stat().st_size - a.nbytes + i * a.itemsize}) is '
+                        f'{a[i]}, but there are {limit:,} {what}')
 
 def _megatron_blend(path):
     label = _npy(path)
@@ -762,9 +892,13 @@ def _megatron_blend(path):
     if about.is_file():
         try:
             d = json.loads(about.read_text(encoding='utf-8'))
-            names, weights = [str(x['dataset_path']).rpartition('/')[2] for x in d['datasets']], [float(w) for w in d['weights']]
-        except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as e: raise UserError(f'{about}: not the description of a blend ({type(e).__name__}): move it away to audit without names') from None
-        if len(names) != len(weights) or not all(0 < w < math.inf for w in weights): raise UserError(f'{about}: {len(names)} data sets with weights {weights[:5]}: each needs one above 0')
+            names = [str(x['dataset_path']).rpartition('/')[2] for x in d['datasets']]
+            weights = [float(w) for w in d['weights']]
+        except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as e:
+            raise UserError(f'{about}: not the description of a blend ({type(e).__name__}): move it away to audit '
+                            'without names') from None
+        if len(names) != len(weights) or not all(0 < w < math.inf for w in weights):
+            raise UserError(f'{about}: {len(names)} data sets with weights {weights[:5]}: each needs one above 0')
         if len(set(names)) < len(names): names = [f'{n} ({i})' for i, n in enumerate(names)]
     limit = len(names) if names else 65535
     _inside(path, label, limit, 'data sets')
@@ -772,9 +906,11 @@ def _megatron_blend(path):
     return names, label, [w / sum(weights) for w in weights] if weights else None
 
 def _megatron_merged(path, documents):
-    if not documents: raise UserError(f'{path}: samples of one merged file have no domain: give documents, the number of documents of each domain in the order merged')
+    if not documents:
+        raise UserError(f'{path}: samples of one merged file have no domain: give documents, the number of documents '
+                        'of each domain in the order merged')
     shuffle = _npy(path)
-    sample_path, document_path = (path.with_name(path.name.replace('shuffle_index', k)) for k in ('sample_index', 'document_index'))
+    sample_path, document_path = (path.with_name(path.name.replace('shuffle_', k)) for k in ('sample_', 'document_'))
     sample, document = _npy(sample_path, 2), _npy(document_path)
     _inside(path, shuffle, len(sample) - 1, 'samples')
     _inside(sample_path, np.ascontiguousarray(sample[:, 0]), len(document), 'documents')
