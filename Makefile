@@ -18,7 +18,7 @@ reproduce: $(VENV)/.has-report
 # pytest comes last, so that its closing line is the last line
 test: $(VENV)/.has-dev
 	OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/nbdev_test --n_workers 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2
 
 check:
 	PYTHON=$(PYTHON) bash .ci/run
