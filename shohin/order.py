@@ -57,7 +57,7 @@ class RowIndex:
         shard = self.by_domain[d][np.searchsorted(self.ends[d], r, side='right')]
         return shard, r - self.first[shard]
 
-# %% ../nbs/02_order.ipynb #1bdf6428
+# %% ../nbs/02_order.ipynb #b77f5bfe
 MAX_STEP = 1 << 40  # keeps step * batch_size inside 64 bits up to batches of 2^22 rows
 
 class Order:
@@ -68,6 +68,7 @@ class Order:
         for name, value in dict(batch_size=batch_size, seq_len=seq_len, data_seed=data_seed).items():
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or (name != 'data_seed' and value < 1):
                 raise UserError(f'{name} must be an integer{"" if name == "data_seed" else " of at least 1"}, not {value!r}')
+        if not isinstance(restarts, (list, tuple)): raise UserError(f'restarts must be a list of steps, not {restarts!r}')
         self.restarts = tuple(sorted({0, *(_step(r, 'a restart') for r in restarts)}))
         self.manifest_hash, self.data_seed = manifest.hash, int(data_seed)
         self.batch_size, self.seq_len = int(batch_size), int(seq_len)
@@ -311,7 +312,7 @@ def _shuffle(ids, data_seed):
     random.Random(data_seed).shuffle(order)
     return tuple(ids[i] for i in order)
 
-# %% ../nbs/02_order.ipynb #5b170a81
+# %% ../nbs/02_order.ipynb #21b7ca36
 class ContiguousOrder(Order):
     """Each shard read to its end, in shuffled (or `plan`) order, then again from the front.
 
@@ -321,8 +322,7 @@ class ContiguousOrder(Order):
 
     def __init__(self, manifest, batch_size, seq_len, data_seed=0, restarts=(0,), plan=None):
         super().__init__(manifest, batch_size, seq_len, data_seed, restarts)
-        self.plan = None if plan is None else tuple(int(i) for i in plan)
-        for i in self.plan or (): _check_shard(i, manifest)
+        self.plan = None if plan is None else _checked_plan(plan, len(manifest.shards))
         self.shards = shuffled_shards(manifest, self.data_seed) if plan is None else self.plan
         self._begin(0, None)
         if not self._stream.size: raise UserError(f'the plan holds no row of {seq_len + 1} tokens')
@@ -371,9 +371,12 @@ class ContiguousOrder(Order):
         r = f', restarted at {", ".join(map(str, self.restarts[1:]))}' if len(self.restarts) > 1 else ''
         return f'{super().describe()}, {len(self.shards)} shards{r}'
 
-def _check_shard(i, manifest):
-    if not 0 <= i < len(manifest.shards):
-        raise UserError(f'the plan names shard {i}, but the manifest has shards 0 to {len(manifest.shards) - 1}')
+def _checked_plan(plan, shards):
+    if not isinstance(plan, (list, tuple)): raise UserError(f'the plan must be a list of shard numbers, not {plan!r}')
+    for i in plan:
+        if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < shards:
+            raise UserError(f'the plan names shard {i!r}, but the manifest has shards 0 to {shards - 1}')
+    return tuple(int(i) for i in plan)
 
 # %% ../nbs/02_order.ipynb #a6c65f23
 def find_data_seed(manifest, pattern, limit=1_000_000):
@@ -537,7 +540,7 @@ class Tail:
         cut = np.flatnonzero(np.diff(rows) != 1) + 1
         return Runs(rows[np.r_[0, cut]], rows[np.r_[cut - 1, len(rows) - 1]] + 1) if len(rows) else Runs([], [])
 
-# %% ../nbs/02_order.ipynb #e993151c
+# %% ../nbs/02_order.ipynb #90742f55
 def integer_weights(weights, domains):
     "Weights by domain name -> integers (D,) in the same proportions, exact where their sum fits Mix.LIMIT."
     unknown, missing = [d for d in weights if d not in domains], [d for d in domains if d not in weights]
@@ -545,10 +548,10 @@ def integer_weights(weights, domains):
     if missing: raise UserError(f'domain {missing[0]!r} has no weight: give it one, or 0 to leave it out')
     fractions = []
     for d in domains:
-        try: w = Fraction(str(weights[d]))
-        except (ValueError, ZeroDivisionError): w = Fraction(-1)
-        if w < 0 or isinstance(weights[d], bool):
-            raise UserError(f'the weight of {d!r} must be a number of at least 0, not {weights[d]!r}')
+        w = weights[d]
+        if isinstance(w, bool) or not isinstance(w, (int, float, np.number)) or not 0 <= w < math.inf:
+            raise UserError(f'the weight of {d!r} must be a number of at least 0, not {w!r}')
+        w = Fraction(w if isinstance(w, int) else str(w))  # 0.1 is meant as 1/10, not as the float next to it
         fractions.append(w)
     total = sum(fractions)
     if not total: raise UserError('all weights are 0: give at least one domain a weight')
@@ -767,13 +770,15 @@ def switch(order, step, new_order):
     new._begin(step, order._remaining(step))
     return SwitchedOrder(order, step, new)
 
-# %% ../nbs/02_order.ipynb #b842a877
+# %% ../nbs/02_order.ipynb #8043412d
 KINDS = {c.kind: c for c in (ContiguousOrder, RoundRobinOrder, InterleavedOrder)}
 
 def make_order(spec, manifest, batch_size, seq_len):
     "An order from `order.spec()`, or from just the name of its kind."
+    if not isinstance(spec, (str, Mapping)): raise UserError(f'an order is a name or a dict with a kind, not {spec!r}')
     spec = {'kind': spec} if isinstance(spec, str) else dict(spec)
     kind = spec.pop('kind', None)
+    if not isinstance(kind, str): raise UserError(f'an order needs a kind: {", ".join(KINDS)} or switch')
     if kind == 'switch':
         if set(spec) != {'old', 'step', 'new'}:
             raise UserError(f'a switch needs old, step and new, not {", ".join(spec)}')

@@ -419,3 +419,20 @@ def test_bad_input_is_one_line():
         (lambda: rank_slice(8, 8, 8), "rank 8")):
         with pytest.raises(UserError, match=what) as e: make_it()
         assert "\n" not in str(e.value)
+
+
+anything = st.recursive(st.none() | st.booleans() | st.integers(-3, 10**6) | st.floats() | st.sampled_from(["tokens", "code", "contiguous", "switch", ""]), lambda x: st.lists(x, max_size=3) | st.dictionaries(
+    st.sampled_from(["kind", "code", "math", "web", "old", "new", "step", "plan", "weights", "restarts"]), x, max_size=4), max_leaves=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["contiguous", "roundrobin", "interleaved", "switch"]), st.dictionaries(st.sampled_from(
+    ["data_seed", "restarts", "plan", "weights", "max_epochs", "old", "step", "new"]), anything, max_size=3), st.booleans())
+def test_any_spec_is_an_order_or_one_line(kind, spec, whole):
+    m = manifest(code=[80], math=[80, 40], web=[80])
+    try: order = make_order(spec.get("old") if whole else {"kind": kind, **spec}, m, 4, T)
+    except UserError as e: assert "\n" not in str(e)
+    else:
+        json.dumps(order.spec(), allow_nan=False)
+        try: assert len(order.spans(3)) == 4
+        except UserError as e: assert "max_epochs" in str(e)
