@@ -410,20 +410,22 @@ def find_shocks(reads, stats):
             return [shock(row, before=None, after=None, block_steps=None, next_block_steps=None)]
     return []
 
-# %% ../nbs/05_audit.ipynb #1e5b2415
-def skip_ranges(shocks, stats):
-    "The block after each shock, as half-open ranges of steps counted from 0, and in OLMo-core and Megatron-LM syntax."
-    last = stats['first_step'] + stats['steps']
-    ranges = []
-    for s in shocks:
-        a = s['step']
-        b = min(last, a + max(1, math.ceil(s['next_block_steps'] or LIMITS['run_steps'])) + (s['row'] > 0))
-        if ranges and a <= ranges[-1][1]: ranges[-1][1] = max(b, ranges[-1][1])
-        else: ranges.append([a, b])
-    olmo = ', '.join(f'{{start: {a + 1}, stop: {b + 1}}}' for a, b in ranges)
-    return {'steps': ranges, 'share': sum(b - a for a, b in ranges) / stats['steps'],
-            'olmo_core': f"--trainer.steps_to_skip='[{olmo}]'",
-            'megatron': '--iterations-to-skip ' + ' '.join(f'$(seq {a + 1} {b})' for a, b in ranges)}
+# %% ../nbs/05_audit.ipynb #1a086d45
+def skip_ranges(reads, stats, most=100):
+    """The steps that hold one domain in runs of LIMITS['run_steps'] steps or more: half-open ranges counted from 0, their
+    share of all steps, and the same as flags of OLMo-core (StepSkipRange: from 1, stop excluded) and Megatron-LM (from 1)."""
+    at, length = runs(reads.label)
+    long = np.flatnonzero(length >= LIMITS['run_steps'] * max(stats['rows_per_step'], 1))
+    first = np.searchsorted(reads.splits, at[long], side='left')
+    last = np.searchsorted(reads.splits, at[long] + length[long], side='right') - 2
+    ranges = [[int(reads.steps[a]), int(reads.steps[b]) + 1] for a, b in zip(first, last) if a <= b]
+    if not ranges: return {}
+    def flags(ranges):
+        olmo = ', '.join(f'{{start: {a + 1}, stop: {b + 1}}}' for a, b in ranges)
+        return {'olmo_core': f"--trainer.steps_to_skip='[{olmo}]'",
+                'megatron': '--iterations-to-skip ' + ' '.join(f'$(seq {a + 1} {b})' for a, b in ranges)}
+    return {'steps': ranges[:most], 'share': sum(b - a for a, b in ranges) / stats['steps'], **flags(ranges[:most]),
+            **{f'first_{k}': v for k, v in flags(ranges[:1]).items()}}
 
 def advise(stats, checks, shocks, skip):
     "Lines that say what to do, most useful first; empty for a safe order."
@@ -445,14 +447,14 @@ def advise(stats, checks, shocks, skip):
     if restarts: out.append('save the position with the checkpoint and resume from it, as order.state(step) does')
     if planned: out.append('the schedule changes the mix in one step: spread it over several stages for a smooth loss')
     if skip:
-        out.append('a loader that cannot be changed today can pass over the next block: '
-                   f'OLMo-core {skip["first_olmo_core"]}, Megatron-LM {skip["first_megatron"]} (in versions whose training.py tests `iteration in '
-                   'args.iterations_to_skip`, without + 1, subtract 1)')
+        out.append('a loader that cannot be changed today can pass over a single-domain block, the first with '
+                   f'OLMo-core {skip["first_olmo_core"]}, Megatron-LM {skip["first_megatron"]} (subtract 1 in '
+                   'versions whose training.py tests `iteration in args.iterations_to_skip`, without + 1)')
         if skip['share'] > .2:
-            out.append(f'skipping is no cure here: such blocks are {skip["share"]:.0%} of the steps, the jump moves')
+            out.append(f'skipping is no cure here: such blocks are {skip["share"]:.0%} of the steps')
     return out
 
-# %% ../nbs/05_audit.ipynb #138fcfcc
+# %% ../nbs/05_audit.ipynb #1821e250
 def audit(order, steps=None, start=0, weights=None):
     """Audit one of our orders for `steps` steps from `start`, or Reads from any of the adapters below.
 
@@ -474,8 +476,7 @@ def audit(order, steps=None, start=0, weights=None):
     if reads.id_every > 1: notes.append(f'repeats were followed on one row in {reads.id_every}')
     verdict = LEVELS[max((LEVELS.index(c.level) for c in checks), default=0)]
     shocks = find_shocks(reads, stats) if verdict == 'dangerous' else []
-    skip = skip_ranges(shocks, stats) if shocks else {}
-    if skip: skip |= {f'first_{k}': skip_ranges(shocks[:1], stats)[k] for k in ('olmo_core', 'megatron')}
+    skip = skip_ranges(reads, stats) if verdict == 'dangerous' else {}
     advice = advise(stats, checks, shocks, skip)
     return AuditResult(verdict, reads.source, reads, stats, checks, shocks, advice, skip, notes)
 

@@ -213,8 +213,21 @@ def test_skip_ranges_mean_the_same_steps_in_both_trainers():
     assert {t for x in olmo for t in range(x["start"], x["stop"])} == {t + 1 for t in steps}  # StepSkipRange: from 1, stop excluded
     flags = subprocess.run(["bash", "-c", "echo " + r.skip["megatron"]], capture_output=True, text=True, check=True).stdout.split()
     assert flags[0] == "--iterations-to-skip" and set(map(int, flags[1:])) == {t + 1 for t in steps}
-    first = r.shocks[0]
-    assert r.skip["steps"][0][0] == first["step"] and any(r.skip["first_olmo_core"] in a and r.skip["first_megatron"] in a for a in r.advice)
+    counts = r.reads.counts()
+    assert steps == {t for a, b in r.skip["steps"] for t in range(a, b) if counts[t].max() == 12} and len(steps) > 130
+    assert r.skip["share"] == len(steps) / 150 and "no cure" in r.advice[-1]
+    assert any(r.skip["first_olmo_core"] in a and r.skip["first_megatron"] in a for a in r.advice)
+
+
+def test_one_rogue_shard_in_a_mixed_order_can_be_skipped():
+    rng = np.random.default_rng(4)
+    mixed = [rng.integers(0, 3, 12 * n + k) for n, k in ((200, 5), (300, 0))]
+    label = np.concatenate([mixed[0][:-1], [1], np.full(12 * 40, 2), [1], mixed[1][1:]])
+    r = audit(reads(label, 12))
+    assert r.verdict == "dangerous" and r.skip["steps"] == [[201, 240]] and r.skip["olmo_core"] == "--trainer.steps_to_skip='[{start: 202, stop: 241}]'"
+    assert [s["step"] for s in r.shocks] == [240] and not any("no cure" in a for a in r.advice)
+    kept = np.concatenate([label[:201 * 12], label[240 * 12:]])
+    assert audit(reads(kept, 12)).verdict != "dangerous"
 
 
 def test_the_advised_order_is_safe():
