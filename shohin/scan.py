@@ -18,38 +18,58 @@ import numpy as np
 from .peek import visible
 from .shards import Digest, Manifest, Reader, Shard, ShardError, UserError, _inside, find_shards, open_shard
 
-# %% ../nbs/06_scan.ipynb #efa279fc
+# %% ../nbs/06_scan.ipynb #1d8d99e8
 _ONES = 0x0101010101010101      # eight True
 
 def long_runs(mask: np.ndarray, least: int) -> np.ndarray:
     "Runs of at least `least` (>= 15) True in `mask` (bool), as rows (start, stop)."
-    words = mask[:len(mask) // 8 * 8].view(np.uint64) == _ONES
-    edges = np.flatnonzero(np.diff(words, prepend=False, append=False)).reshape(-1, 2) * 8
+    words = np.zeros(len(mask) // 8 + 2, bool)
+    words[1:-1] = mask[:len(mask) // 8 * 8].view(np.uint64) == _ONES
+    edges = np.flatnonzero(words[1:] != words[:-1]).reshape(-1, 2) * 8
+    edges = edges[edges[:, 1] - edges[:, 0] + 14 >= least]
     if len(edges) == 0: return edges
-    padded = np.pad(mask, 8)                                              # up to 7 more on either side
-    left = np.cumprod(padded[edges[:, :1] + 7 - np.arange(8)], 1).sum(1)
-    right = np.cumprod(padded[edges[:, 1:] + 8 + np.arange(8)], 1).sum(1)
+    def more(at): return np.cumprod(mask[np.clip(at, 0, len(mask) - 1)] & (at >= 0) & (at < len(mask)), 1).sum(1)
+    left, right = more(edges[:, :1] - 1 - np.arange(8)), more(edges[:, 1:] + np.arange(8))    # up to 7 more on either side
     runs = edges + np.stack([-left, right], 1)
     return runs[runs[:, 1] - runs[:, 0] >= least]
 
-# %% ../nbs/06_scan.ipynb #ad4fb587
+# %% ../nbs/06_scan.ipynb #257debe1
 PERIODS, TIMES = 13, 32         # OLMo 2: n-grams of up to 13 tokens, 32 times
-_MULTIPLE = {7: (1, 7), 8: (2, 4, 8), 9: (3, 9), 10: (5, 10), 11: (11,), 12: (6, 12), 13: (13,)}
+_DISTANCES = {6: (1, 2, 3, 6), 72: (4, 8, 9, 12), 70: (5, 7, 10), 143: (11, 13)}    # the periods that each sees
 
-def periodic_runs(x: np.ndarray) -> np.ndarray:
-    "Where tokens x repeat with a period of 1..13 at least 32 times: rows (start, stop, period); rows may overlap."
-    found = []
-    for multiple, periods in _MULTIPLE.items():
-        if len(x) < TIMES: break
-        same = x[multiple:] == x[:-multiple]
+def _suspects(x: np.ndarray) -> np.ndarray:
+    "Where loops may be: windows (start, stop), disjoint and ascending, that contain every loop of tokens x from end to end."
+    hits = []
+    for distance, periods in _DISTANCES.items():
+        same = x[distance:] == x[:-distance]
         words = same[:len(same) // 8 * 8].view(np.uint64) == _ONES
-        words = words[1:] & words[:-1]                                    # the shortest loop (period 1) leaves 25 True here
-        if multiple > 7: words = words[2:] & words[:-2]                   # every other 56 or more: four words in a row
-        if not words.any(): continue
-        for p in periods:
-            runs = long_runs(x[p:] == x[:-p], max(15, p * (TIMES - 1)))
-            found += [(a, b + p, p) for a, b in runs.tolist()]
-    return np.array(sorted(found), np.int64).reshape(-1, 3)
+        least = min(TIMES * p - distance for p in periods)                # the shortest loop leaves so many True: 26 or more
+        words = words[1:] & words[:-1]                                    # and so two whole words
+        if least >= 8 * 4 + 7: words = words[2:] & words[:-2]             # or four
+        at = np.flatnonzero(words) * 8
+        hits.append(np.stack([at - 8, at + 40 + distance], 1))
+    start, stop = np.concatenate(hits).clip(0, len(x)).T
+    order = np.argsort(start)
+    start, stop = start[order], np.maximum.accumulate(stop[order])
+    new = np.ones(len(start) + 1, bool)
+    new[1:-1] = start[1:] > stop[:-1]
+    return np.stack([start[new[:-1]], stop[new[1:]]], 1)
+
+# %% ../nbs/06_scan.ipynb #2b179974
+def periodic_runs(x: np.ndarray) -> np.ndarray:
+    "Where tokens x repeat with a period of 1..13 at least 32 times: rows (start, stop, period), ascending; rows may overlap."
+    windows = _suspects(x) if len(x) >= TIMES else np.empty((0, 2), np.int64)
+    if len(windows) == 0: return np.empty((0, 3), np.int64)
+    lengths = windows[:, 1] - windows[:, 0] + PERIODS                     # each window, and 13 places that equal nothing, so that no run crosses
+    at = np.arange(lengths.sum()) + np.repeat(windows[:, 0] - np.cumsum(lengths) + lengths, lengths)
+    y = np.where(at < np.repeat(windows[:, 1], lengths), x[np.minimum(at, len(x) - 1)].astype(np.int32 if x.itemsize == 2 else np.int64), -1 - np.arange(len(at), dtype=np.int32))
+    same = np.zeros((PERIODS, len(y) // 8 * 8 + 16), bool)
+    for p in range(1, PERIODS + 1): np.equal(y[p:], y[:-p], out=same[p - 1, :len(y) - p])
+    runs = np.concatenate([long_runs(same[0], TIMES - 1), long_runs(same[1:].ravel(), 2 * (TIMES - 1)) + same.shape[1]])
+    period, start, length = runs[:, 0] // same.shape[1] + 1, runs[:, 0] % same.shape[1], runs[:, 1] - runs[:, 0]
+    keep = length >= period * (TIMES - 1)
+    period, start, length = period[keep], at[start[keep]], length[keep]
+    return np.array(sorted(zip(start.tolist(), (start + length + period).tolist(), period.tolist(), strict=True)), np.int64).reshape(-1, 3)
 
 # %% ../nbs/06_scan.ipynb #9969c79b
 class Stretches:
@@ -82,8 +102,8 @@ class Lengths:
         if self.n == 0: return dict(documents=0)
         return dict(documents=self.n, mean=round(self.total / self.n, 1), least=self.least, median=self.quantile(.5), p99=self.quantile(.99), most=self.most)
 
-# %% ../nbs/06_scan.ipynb #ecdcaa74
-BLOCK = 1 << 18                 # tokens read at a time
+# %% ../nbs/06_scan.ipynb #6276d134
+BLOCK = 1 << 20                 # tokens read at a time
 BUCKETS = 2048                  # token numbers are counted modulo this for comparing shards: 8 kB a shard
 MOST = 1 << 20                  # counts are kept for token numbers below this (or below the vocabulary's size)
 
@@ -106,7 +126,7 @@ def _positions(mask: np.ndarray) -> np.ndarray:
     inside = (words[:, None] * 8 + np.arange(8)).ravel()
     return np.concatenate([inside[mask[inside]], whole + np.flatnonzero(mask[whole:])])
 
-# %% ../nbs/06_scan.ipynb #2c4500c5
+# %% ../nbs/06_scan.ipynb #f0b9246b
 def count_tokens(reader: Reader, vocab_size: int | None = None, eos: int | None = None,
                  progress: Callable = lambda tokens: None, whole: bool = False) -> Counts:
     "One pass over a shard; `whole` hashes it too. ShardError where it cannot be read."
@@ -117,9 +137,9 @@ def count_tokens(reader: Reader, vocab_size: int | None = None, eos: int | None 
         c.digest.update(block)
         _count_block(c, block, at, limit)
         x, overlap = np.concatenate([tail, block]), len(tail)
-        for a, b, p in periodic_runs(x).tolist(): c.repeats.add(at - overlap + a, at - overlap + b, p)
-        if c.hist[0] >= TIMES:
-            for a, b in long_runs(x == 0, TIMES).tolist(): c.zeros.add(at - overlap + a, at - overlap + b)
+        for a, b, p in periodic_runs(x).tolist():
+            c.repeats.add(at - overlap + a, at - overlap + b, p)
+            if p == 1 and x[a] == 0: c.zeros.add(at - overlap + a, at - overlap + b)
         tail = x[-PERIODS * TIMES:]
         if reader._index is not None: starts = reader.doc_bounds(None, at, at + len(block))
         else: starts = _positions(block == eos) + at + 1 if eos is not None and eos <= limit and c.hist[eos] else np.empty(0, np.int64)
@@ -187,14 +207,14 @@ class ShardReport:
     repeats: dict               # n-grams of up to 13 tokens, 32 times or more: count, tokens, longest, period
     divergence: float | None    # from the rest of its domain, bits
 
-# %% ../nbs/06_scan.ipynb #f06674b9
+# %% ../nbs/06_scan.ipynb #9f07a5f7
 @dataclass(frozen=True)
 class ScanResult:
     "All shards, what was found, and how far domains lie apart (Jensen-Shannon, bits)."
     shards: tuple
     findings: tuple
     domains: dict               # name -> {shards, tokens, entropy, divergence: median of its shards}
-    between: dict               # 'a | b' -> divergence
+    between: dict               # (a, b) -> divergence
     files: int
     bytes: int
 
@@ -206,15 +226,15 @@ class ScanResult:
 
     def to_dict(self) -> dict:
         return dict(files=self.files, bytes=self.bytes, tokens=sum(s.tokens for s in self.shards), exit_status=self.exit_status,
-                    findings=[asdict(f) for f in self.findings], domains=self.domains, between=self.between, shards=[asdict(s) for s in self.shards])
+                    findings=[asdict(f) for f in self.findings], domains=self.domains, between=[[a, b, value] for (a, b), value in self.between.items()], shards=[asdict(s) for s in self.shards])
 
     def render(self, rows: int = 40):
         "A rich renderable: shards with something to say first (`rows` at most), domains, findings, verdict."
         return _render(self, rows)
 
-# %% ../nbs/06_scan.ipynb #07f3f8a3
-HOLE = 4096                     # zeros in a row: no text does that, a sparse file or a failed write does
-REPEATED = 0.01                 # share of tokens in loops
+# %% ../nbs/06_scan.ipynb #3d1d1ca4
+HOLE = 4096                     # tokens of one hole or loop: no text does that, a sparse file, a failed write or a stuck scraper does
+REPEATED = 0.01, 0.1            # share of tokens in loops: a note, a problem (byte-level code has 0.002 in rules and indents)
 FLAT = 0.97                     # share of the largest possible entropy: text has 0.5 to 0.75
 APART = 0.01                    # bits: divergence from the own domain below which nothing is said
 _COMPARE = 20_000               # tokens a shard needs to be compared with others
@@ -227,11 +247,10 @@ def judge(name: str, reader: Reader, c: Counts, vocab_size: int | None, eos: int
         say('problem', 'vocabulary', f'{int(c.hist[-1]):,} tokens are outside the vocabulary of {vocab_size:,}; the first, token {c.beyond[0]:,}, is {c.beyond[1]:,}', c.beyond[0])
     a, b = zeros.longest
     if b - a >= HOLE: say('problem', 'hole', f'{b - a:,} zeros in a row from token {a:,} on ({zeros.tokens:,} in runs of {TIMES} or more)', a)
-    a, b = loops.longest
-    if loops.tokens - zeros.tokens > REPEATED * n and n > 1000:
-        say('problem', 'repeats', f'{loops.tokens / n:.1%} of the tokens are in n-grams repeated {TIMES} times or more; the longest: {b - a:,} tokens of period {loops.period} from token {a:,} on', a)
-    if eos is not None and eos < len(c.hist) - 1 and c.hist[eos] == 0 and n > 100_000 and reader._index is None:
-        say('problem', 'eos', f'no EOS ({eos}) in {n:,} tokens: another EOS, another width, or documents not separated')
+    (a, b), share = loops.longest, (loops.tokens - zeros.tokens) / n
+    if n > 1000 and (share > REPEATED[0] or b - a >= HOLE) and (a, b) != zeros.longest:
+        say('problem' if share > REPEATED[1] or b - a >= HOLE else 'note', 'repeats',
+            f'{loops.tokens / n:.1%} of the tokens are in n-grams repeated {TIMES} times or more; the longest: {b - a:,} tokens of period {loops.period} from token {a:,} on', a)
     p = c.hist[:-1] / max(n, 1)
     p = p[p > 0]
     entropy, most = float(-(p * np.log2(p)).sum()), np.log2(max(min(vocab_size or MOST, c.largest + 1), 2))
@@ -301,7 +320,7 @@ def _scan_shard(item: _Item, vocab_size, eos, format, dtype, verify, progress) -
     hist = np.bincount(np.arange(len(c.hist)) % BUCKETS, c.hist).astype(np.float32)
     return _Seen(item, report, hist, key), findings
 
-# %% ../nbs/06_scan.ipynb #262144f4
+# %% ../nbs/06_scan.ipynb #f6998cd4
 def _copies(seen: list[_Seen], format, dtype) -> list[Finding]:
     groups, out = defaultdict(list), []
     for s in seen: groups[s.key].append(s)
@@ -310,7 +329,7 @@ def _copies(seen: list[_Seen], format, dtype) -> list[Finding]:
         for other in others:
             if first.item.path.resolve() == other.item.path.resolve(): continue
             if all(np.array_equal(a, b) for a, b in zip(tokens(first), tokens(other), strict=True)):
-                out.append(Finding('problem', 'duplicate', other.report.path, f'holds the same {other.report.tokens:,} tokens as {first.report.path}'))
+                out.append(Finding('problem', 'duplicate', other.report.path, f'holds the same {other.report.tokens:,} tokens as {"/".join(first.item.path.parts[-2:])}'))
     return out
 
 # %% ../nbs/06_scan.ipynb #e7162cf6
@@ -324,7 +343,7 @@ def _sum(shards, size) -> np.ndarray:
     for s in shards: out[:len(s.hist)] += s.hist
     return out
 
-# %% ../nbs/06_scan.ipynb #83020fa1
+# %% ../nbs/06_scan.ipynb #a646e257
 def _homogeneity(seen: list[_Seen]) -> tuple[dict, dict, dict, list[Finding]]:
     "(divergence of each shard from the rest of its domain, domains, divergence between domains, findings)."
     size = max((len(s.hist) for s in seen), default=0)
@@ -346,24 +365,26 @@ def _homogeneity(seen: list[_Seen]) -> tuple[dict, dict, dict, list[Finding]]:
     def entropy(h): p = h[h > 0] / h.sum(); return round(float(-(p * np.log2(p)).sum()), 4)
     domains = {d: dict(shards=len(g), tokens=sum(s.report.tokens for s in g), entropy=entropy(sums[d]), divergence=middle[d] and round(middle[d], 5)) for d, g in groups.items()}
     names = list(groups)
-    between = {f'{a} | {b}': round(js_divergence(sums[a], sums[b]), 5) for i, a in enumerate(names) for b in names[i + 1:]}
+    between = {(a, b): round(js_divergence(sums[a], sums[b]), 5) for i, a in enumerate(names) for b in names[i + 1:]}
     return own, domains, between, findings
 
-# %% ../nbs/06_scan.ipynb #c3f2e40d
-def _rates(seen: list[_Seen]) -> list[Finding]:
-    "Shards whose documents end far more often, or far less, than is usual in their domain."
+# %% ../nbs/06_scan.ipynb #936e2fa2
+def _eos(seen: list[_Seen]) -> list[Finding]:
+    "Domains whose documents never end, and shards whose documents end far more, or far less, often than is usual in their domain."
     out = []
     for domain, g in _by_domain(seen).items():
-        rates = [s.report.eos / s.report.tokens for s in g if s.report.eos and s.report.tokens >= _COMPARE]
-        if len(rates) < 3: continue
-        usual = float(np.median(rates))
+        g = [s for s in g if s.report.eos is not None and s.report.tokens >= _COMPARE]
+        n = sum(s.report.tokens for s in g)
+        if n > 5 * _COMPARE and not any(s.report.eos or s.report.docs['documents'] > 1 for s in g):
+            out.append(Finding('problem', 'eos', g[0].report.path, f'no EOS in {n:,} tokens of {domain}: another EOS, another width, or documents not separated'))
+        usual = float(np.median([s.report.eos / s.report.tokens for s in g])) if len(g) > 2 else 0
         for s in g:
             expected = usual * s.report.tokens
-            if s.report.eos is not None and expected > 20 and not expected / 8 < s.report.eos < expected * 8:
-                out.append(Finding('note', 'eos', s.report.path, f'EOS ends {s.report.eos:,} documents, the shards of {domain} have about {expected:,.0f} in as many tokens'))
+            if expected > 20 and not expected / 8 < s.report.eos < expected * 8:
+                out.append(Finding('note', 'eos', s.report.path, f'EOS ends {s.report.eos:,} documents, in the shards of {domain} about {expected:,.0f} in as many tokens'))
     return out
 
-# %% ../nbs/06_scan.ipynb #6b017adf
+# %% ../nbs/06_scan.ipynb #5fdbc79b
 def scan(paths, *, vocab_size: int | None = None, eos: int | None = None, format: str | None = None, dtype: str | None = None,
          verify: bool = False, progress: Callable | None = None) -> ScanResult:
     """Read every token of `paths` (a Manifest, or files and folders) once, in bounded memory, and report what is wrong.
@@ -374,14 +395,15 @@ def scan(paths, *, vocab_size: int | None = None, eos: int | None = None, format
     sizes = [os.stat(i.path).st_size if i.path.exists() else 0 for i in items]
     seen, findings, done = [], [], 0
     for item, size in zip(items, sizes, strict=True):
-        tell = (lambda share, done=done, size=size, item=item: progress(done + int(share * size), sum(sizes), str(item.path))) if progress else (lambda share: None)
+        def tell(share, done=done, size=size, path=str(item.path)):
+            if progress: progress(done + int(share * size), sum(sizes), path)
         shard, found = _scan_shard(item, vocab_size, eos, format, dtype, verify, tell)
         findings += found
         if shard: seen.append(shard)
+        tell(1)
         done += size
-        tell(1) if progress and not shard else None
     own, domains, between, unlike = _homogeneity(seen)
-    findings += _copies(seen, format, dtype) + unlike + _rates(seen) + _unlisted(items)
+    findings += _copies(seen, format, dtype) + unlike + _eos(seen) + _unlisted(items)
     blind = [s for s in seen if not s.report.checksums and not s.item.entry]
     if blind: findings.append(Finding('note', 'blind', blind[0].report.path, f'{len(blind)} of {len(items)} shards have neither checksums nor a manifest: a changed token inside them cannot be seen; make a manifest'))
     reports = tuple(ShardReport(**{**s.report.__dict__, 'divergence': own.get(s.report.path) and round(own[s.report.path], 5)}) for s in seen)
@@ -397,28 +419,50 @@ def _unlisted(items: list[_Item]) -> list[Finding]:
         if more: out.append(Finding('note', 'unlisted', str(m.root/more[0]), f'not in the manifest, and {len(more) - 1} more' if len(more) > 1 else 'not in the manifest'))
     return out
 
-# %% ../nbs/06_scan.ipynb #92efcdff
-def _render(result: ScanResult, rows: int):
-    from rich.console import Group
+# %% ../nbs/06_scan.ipynb #23cc8210
+def _table(*columns: str):
     from rich.table import Table
+    table = Table(box=None, header_style='bold')
+    for name in columns: table.add_column(name, justify='left' if name in ('shard', 'format', 'domain', 'from other domains') else 'right', overflow='fold')
+    return table
+
+def _shard_table(shards, flagged: dict, short: Callable):
+    from rich.text import Text
+    table = _table('shard', 'format', 'tokens', 'docs', 'median', 'bits', 'zeros', 'loops', 'apart')
+    for s in shards:
+        cells = (short(s.path), f'{s.format} {s.dtype}', f'{s.tokens:,}', f'{s.docs["documents"]:,}', f'{s.docs.get("median", 0):,}', f'{s.entropy:.2f}',
+                 f'{s.zeros["longest"]:,}', f'{s.repeats["tokens"] / s.tokens:.2%}', '' if s.divergence is None else f'{s.divergence:.4f}')
+        table.add_row(*map(Text, cells), style={'problem': 'red', 'note': 'yellow'}.get(flagged.get(s.path)))
+    return table
+
+def _domain_table(result: ScanResult):
+    from rich.text import Text
+    table = _table('domain', 'shards', 'tokens', 'bits', 'apart', 'from other domains')
+    for d, x in result.domains.items():
+        far = '  '.join(f'{b if a == d else a} {value:.3f}' for (a, b), value in result.between.items() if d in (a, b))
+        cells = d, f'{x["shards"]:,}', f'{x["tokens"]:,}', f'{x["entropy"]:.2f}', '' if x['divergence'] is None else f'{x["divergence"]:.4f}', far
+        table.add_row(*(Text(visible(c)) for c in cells))
+    return table
+
+# %% ../nbs/06_scan.ipynb #275b1e23
+def _render(result: ScanResult, rows: int, alike: int = 4):
+    from rich.console import Group
     from rich.text import Text
     flagged = {f.path: f.level for f in reversed(result.findings)}
-    table = Table(box=None, header_style='bold')
-    for name, side in dict(shard='left', format='left', tokens='right', docs='right', median='right', bits='right', zeros='right', loops='right', apart='right').items(): table.add_column(name, justify=side, overflow='fold')
+    paths = {s.path for s in result.shards} | {f.path for f in result.findings}
+    base = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths])
+    def short(p): return visible(os.path.relpath(p, base))
     order = sorted(result.shards, key=lambda s: ['problem', 'note', None].index(flagged.get(s.path)))
-    for s in order[:rows]:
-        cells = visible(s.path), f'{s.format} {s.dtype}', f'{s.tokens:,}', f'{s.docs.get("documents", 0):,}', f'{s.docs.get("median", 0):,}', f'{s.entropy:.2f}', f'{s.zeros["longest"]:,}', f'{s.repeats["tokens"] / s.tokens:.2%}', '' if s.divergence is None else f'{s.divergence:.4f}'
-        table.add_row(*(Text(c) for c in cells), style={'problem': 'red', 'note': 'yellow'}.get(flagged.get(s.path)))
-    out = [table]
-    if len(order) > rows: out.append(Text(f'... and {len(order) - rows:,} more shards without findings' if not any(s.path in flagged for s in order[rows:]) else f'... and {len(order) - rows:,} more shards', 'dim'))
-    domains = Table(box=None, header_style='bold')
-    for name in ('domain', 'shards', 'tokens', 'bits', 'apart', 'from other domains'): domains.add_column(name, justify='left' if name in ('domain', 'from other domains') else 'right')
-    for d, x in result.domains.items():
-        far = {a if b == d else b: v for k, v in result.between.items() for a, b in [k.split(' | ', 1)] if d in (a, b)}
-        domains.add_row(*(Text(c) for c in (visible(d), f'{x["shards"]:,}', f'{x["tokens"]:,}', f'{x["entropy"]:.2f}', '' if x['divergence'] is None else f'{x["divergence"]:.4f}', '  '.join(f'{visible(k)} {v:.3f}' for k, v in far.items()))))
-    out += [Text(''), domains, Text('')]
-    for f in result.findings:
-        out.append(Text.assemble((f'{f.level}: ', 'bold red' if f.level == 'problem' else 'bold yellow'), visible(f.path), f': byte {f.byte}' if f.byte is not None else '', f': {visible(f.message)}'))
+    out = [_shard_table(order[:rows], flagged, short)]
+    if len(order) > rows: out.append(Text(f'... and {len(order) - rows:,} more', 'dim'))
+    out += [Text(''), _domain_table(result), Text('')]
+    kinds = defaultdict(list)
+    for f in result.findings: kinds[f.level, f.kind].append(f)
+    for (level, _), found in kinds.items():
+        for f in found[:alike]:
+            where = short(f.path) + (f': byte {f.byte}' if f.byte is not None else '')
+            out.append(Text.assemble((f'{level}: ', 'bold red' if level == 'problem' else 'bold yellow'), f'{where}: {visible(f.message)}'))
+        if len(found) > alike: out.append(Text(f'  ... and {len(found) - alike:,} more like this', 'dim'))
     n, total = len(result.problems), sum(s.tokens for s in result.shards)
-    out.append(Text(f'{result.files:,} shards, {total:,} tokens: ' + (f'{n} problem{"s" if n > 1 else ""}' if n else 'nothing wrong'), 'bold red' if n else 'bold green'))
-    return Group(*out)
+    verdict = f'{n} problem{"s" if n > 1 else ""}' if n else 'nothing wrong'
+    return Group(*out, Text(f'{result.files:,} shards, {total:,} tokens: {verdict}', 'bold red' if n else 'bold green'))
