@@ -236,7 +236,7 @@ HINT = re.compile(r'(?i)step|iter|loss|update|batch|s:\d|progress on|\d+/\d+ \[|
 BLOCK = re.compile(rf'^\s+([^=:]+?(?:/[^=:]+?)?(?:\([^)]*\))?)\s*[=:]\s*({VALUE}[KMGBT]?)\s*%?$')
 MAX_TEXT = 16384                                   # longer lines are no rows of text; JSON lines may be longer
 
-# %% ../nbs/30_runlog.ipynb #9e20d119
+# %% ../nbs/30_runlog.ipynb #4a708abc
 def remark(rows: Rows, line: str, i: int) -> bool:
     """Words between the rows: a restart, a checkpoint with its step, a skipped update; facts such as tokens a step.
     True when an update was skipped: the next row's."""
@@ -246,6 +246,7 @@ def remark(rows: Rows, line: str, i: int) -> bool:
             step = re.search(r'(?i)(?:step|iteration|iter|checkpoint-|ckpt_?|global_step)\W{0,3}(\d+)', line)
             rows.marks[what].append((i, int(step[1]) if step and len(step[1]) < 16 else -1))
             skipped |= what == 'skip'
+            if what == 'skip' and 'overflow' in line.lower(): rows.facts['overflow'] = (1, i)
     for fact, pattern in FACTS.items():
         if fact not in rows.facts and (m := pattern.search(line)):
             value = number(next(g for g in m.groups() if g).strip(','))
@@ -712,7 +713,7 @@ def read_events(stream, rows: Rows, mapping: dict | None = None, first: int = 1)
     rows.count('lines', count)
     return count
 
-# %% ../nbs/30_runlog.ipynb #37f90d0b
+# %% ../nbs/30_runlog.ipynb #cc5d81b4
 @dataclass
 class Series:
     "An evaluation: `value` (k,) at `step` (k,), read from `line` (k,)."
@@ -746,6 +747,7 @@ class RunLog:
     skipped: np.ndarray | None = None                 # (n,) float: 1 = the update was not applied
     throughput: np.ndarray | None = None
     time: np.ndarray | None = None
+    overflow: bool = False                            # the skips that the text speaks of are fp16 overflows
     stale: np.ndarray | None = None                   # (n,) bool: the printed grad norm belongs to an earlier step
     domains: dict[str, np.ndarray] = field(default_factory=dict)   # training loss by domain
     counts: dict[str, np.ndarray] = field(default_factory=dict)    # rows of the batch by domain
@@ -982,7 +984,7 @@ def _kinds(log, cuts, run) -> list[Segment]:
         out.append(Segment(number_, a, b, kind, came if kind == 'restart' else None))
     return out
 
-# %% ../nbs/30_runlog.ipynb #9fd4a643
+# %% ../nbs/30_runlog.ipynb #62bc69f8
 def _values(log: RunLog, rows, notes):
     "From inf-means-not-finite to nan and a mask; a loss that is missing where it never is counts as not finite."
     loss = log.loss
@@ -1034,7 +1036,7 @@ def _units(log: RunLog, rows, notes):
     if log.tokens_per_step is None and 'tokens_per_step' in rows.facts:
         log.tokens_per_step, at = float(rows.facts['tokens_per_step'][0]), rows.facts['tokens_per_step'][1]
         notes.append(f'{log.tokens_per_step:,.0f} tokens a step, from line {at:,}')
-    log.total_steps = rows.facts.get('total_steps', (None,))[0]
+    log.total_steps, log.overflow = rows.facts.get('total_steps', (None,))[0], 'overflow' in rows.facts
     ahead = np.searchsorted(log.line, [line for line, _ in rows.marks['restart']])
     log.restarts = [(int(a), line) for a, (line, _) in zip(ahead, rows.marks['restart'], strict=True) if 0 < a < len(log)]
     steps = []

@@ -9,7 +9,6 @@ project's own trainer into which a cause was put on purpose (`python tests/trace
 
 The set has two halves, told apart by the number of the trace: thresholds were chosen on the even half only.
 """
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -307,3 +306,108 @@ def evaluate(traces, diagnose):
         row['precision'] = row['found'] / (row['found'] + row['false']) if row['found'] + row['false'] else None
     n = sum(t.kind == 'healthy' for t in traces)
     return {'kinds': table, 'healthy': {'traces': n, 'without a false event': clean}}, wrong
+
+
+# ---------------------------------------------------------------------------------------- real runs
+def record(path=HERE / 'recorded.npz', steps=700):
+    """Train small models on the text of the standard library, put a cause into each, and keep what the log would hold."""
+    import pydoc_data.topics
+    import sysconfig
+
+    import torch
+
+    from shohin.guards import make_guards, vote
+    from shohin.model import GPT, GPTConfig
+    torch.set_num_threads(1)
+    lib = Path(sysconfig.get_path('stdlib'))
+    text = {'code': b''.join((lib / f'{m}.py').read_bytes() for m in ('argparse', 'ast', 'inspect', 'typing', 'tarfile', 'subprocess', 'doctest')),
+            'prose': ''.join(pydoc_data.topics.topics.values()).encode(),
+            'numbers': b''.join(b'%d * %d = %d\n' % (a, b, a * b) for a, b in np.random.default_rng(0).integers(2, 999, (30_000, 2)))}
+    text = {d: torch.tensor(np.frombuffer(t, np.uint8).astype(np.int64)) for d, t in text.items()}
+    T, B, out = 64, 12, {}
+
+    def batch(g, mix):
+        names = [d for d, n in mix.items() for _ in range(n)]
+        starts = [int(torch.randint(0, len(text[d]) * 9 // 10 - T - 1, (1,), generator=g)) for d in names]
+        return torch.stack([text[d][s:s + T + 1] for d, s in zip(names, starts, strict=True)])
+
+    @torch.no_grad()
+    def probe(model):
+        def rows(d):
+            n = len(text[d]) * 9 // 10
+            return torch.stack([text[d][s:s + T + 1] for s in range(n, n + 24 * T, T)])
+        return {d: float(model.loss(rows(d)).ce.mean()) for d in text}
+
+    def run(name, kind, onset, seed, lr=4e-3, mix=None, warm=40, guards=None, at=lambda t, model, x, opt: x, qk=True, n=steps):
+        torch.manual_seed(seed)
+        g = torch.Generator().manual_seed(seed)
+        model = GPT(GPTConfig(vocab_size=257, n_layer=2, d_model=48, n_head=4, n_kv_head=2, head_dim=12, d_ff=128, seq_len=T, qk_norm=qk))
+        opt = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
+        guards = make_guards(guards) if guards else None
+        blend = lambda t: {'code': 4, 'prose': 4, 'numbers': 4}
+        rows = []
+        for t in range(n):
+            now = lr * min(1, (t + 1) / warm) * (0.1 + 0.45 * (1 + np.cos(np.pi * t / n)))
+            for p in opt.param_groups: p['lr'] = now
+            domains = (mix or blend)(t)
+            x = at(t, model, batch(g, domains), opt)
+            opt.zero_grad()
+            loss = model.loss(x).ce.mean()
+            loss.backward()
+            grad = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            apply = vote(guards, float(loss), grad).apply if guards else True
+            before = [p.detach().clone() for p in model.parameters()]
+            if apply: opt.step()
+            update = float(torch.linalg.vector_norm(torch.stack([(p.detach() - b).norm() for p, b in zip(model.parameters(), before, strict=True)])))
+            row = {'step': t, 'loss': float(loss), 'grad_norm': grad, 'update_norm': update if apply else 0.0, 'lr': opt.param_groups[0]['lr'], 'skipped': float(not apply)}
+            if mix: row |= {f'domains/{d}': float(domains.get(d, 0)) for d in text}
+            if t % 35 == 34: row |= {f'probes/{d}': v for d, v in probe(model).items()}
+            rows.append(row)
+        columns = {k for r in rows for k in r} - ({'skipped'} if not guards else set())
+        for c in columns: out[f'{name}|{c}'] = np.array([np.inf if c in r and not np.isfinite(r[c]) else r.get(c, np.nan) for r in rows], np.float32)
+        out[f'{name}|kind'], out[f'{name}|onset'] = np.array(kind), np.array(onset)
+        print(name, rows[-1], flush=True)
+
+    def noise_batch(steps_):
+        return lambda t, model, x, opt: torch.randint(0, 257, x.shape) if t in steps_ else x
+
+    def rate(steps_, factor):
+        def at(t, model, x, opt):
+            if t in steps_:
+                for p in opt.param_groups: p['lr'] *= factor
+            return x
+        return at
+
+    def shake(when, size):
+        def at(t, model, x, opt):
+            if t == when:
+                with torch.no_grad():
+                    for p in model.parameters(): p.add_(size * p.std() * torch.randn_like(p)) if p.ndim > 1 else None
+            return x
+        return at
+
+    def poison(when):
+        def at(t, model, x, opt):
+            if t == when:
+                with torch.no_grad(): next(model.parameters())[0, 0] = float('nan')
+            return x
+        return at
+
+    blocks = lambda *parts: lambda t: next(m for until, m in parts if t < until)
+    code, prose, numbers = {'code': 12}, {'prose': 12}, {'numbers': 12}
+    half = steps // 2
+    for seed in (1, 2):
+        run(f'real healthy {seed}', 'healthy', 0, seed, lr=(4e-3, 1e-3)[seed - 1])
+        run(f'real healthy, no qk-norm {seed}', 'healthy', 0, seed + 10, qk=False, lr=2e-3)
+        run(f'real noise batch {seed}', 'outlier', half + seed, seed + 20, at=noise_batch({half + seed}))
+        run(f'real rate times 40 for four steps {seed}', 'recovered spike', half, seed + 30, at=rate(range(half, half + 4), 40))
+        run(f'real weights shaken {seed}', 'recovered spike', half + 20 * seed, seed + 40, at=shake(half + 20 * seed, 0.5))
+        run(f'real domain boundary {seed}', 'data shift', half, seed + 50, mix=blocks((half, numbers), (steps, code if seed == 1 else prose)))
+        run(f'real domain boundary under a guard {seed}', 'guard freeze', half, seed + 60, mix=blocks((half, numbers), (steps, prose if seed == 1 else code)), guards=['loss-ratio'])
+        run(f'real learning rate zero {seed}', 'guard freeze', half, seed + 70, at=rate(range(half, steps), 0))
+        run(f'real nan weights {seed}', 'nan', half + 50, seed + 80, at=poison(half + 50))
+        run(f'real rate far too high {seed}', 'warm-up blow-up', 60, seed + 90, lr=(0.6, 1.5)[seed - 1], warm=200, qk=False)
+    np.savez_compressed(path, **out)
+
+
+if __name__ == '__main__': record()
