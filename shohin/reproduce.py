@@ -117,7 +117,7 @@ def compare(mine: dict, published: dict | None) -> list:
                          difference=number(y - x) if t and None not in (x, y) else "–"))
     return rows
 
-# %% ../nbs/43_reproduce.ipynb #029cfa72
+# %% ../nbs/43_reproduce.ipynb #721e26f1
 def reproduce(names=(), profile="cpu", seeds=1, everything=False, data=None, reports=None, records=None, publish=None, bars=True) -> dict:
     """Run the experiments, make the pages; returns {'results': {name: results}, 'index': path, 'published': {name: results}}.
     `seeds`: how many, or a list. `records`: committed records that count as finished runs."""
@@ -139,7 +139,7 @@ def reproduce(names=(), profile="cpu", seeds=1, everything=False, data=None, rep
         for n in todo:
             notebooks.append(run_notebook(n, params, data / "notebooks" / f"{n}.ipynb", show if bars else None))
             results[n] = json.loads((fresh / f"{n}.json").read_text())
-    index = build_site(notebooks, fresh, out)
+    index = build_site(notebooks, fresh, out, order=EXPERIMENTS)
     if publish:
         where = out / "results/runs"; where.mkdir(parents=True, exist_ok=True)
         for r in results.values():
