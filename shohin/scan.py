@@ -7,7 +7,7 @@ __all__ = ['PERIODS', 'TIMES', 'BLOCK', 'BUCKETS', 'MOST', 'HOLE', 'REPEATED', '
            'Stretches', 'Lengths', 'Counts', 'count_tokens', 'js_divergence', 'Finding', 'ShardReport', 'ScanResult',
            'judge', 'compare', 'scan']
 
-# %% ../nbs/06_scan.ipynb #dc4e1de4
+# %% ../nbs/06_scan.ipynb #7ba5ece3
 import hashlib
 import os
 from collections import defaultdict
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 import numpy as np
 from .peek import visible
-from .shards import Digest, Manifest, Reader, Shard, ShardError, UserError, _inside, find_shards, open_shard
+from .shards import Digest, Manifest, Reader, Shard, ShardError, UserError, _inside, check_choice, find_shards, open_shard
 
 # %% ../nbs/06_scan.ipynb #1d8d99e8
 _ONES = 0x0101010101010101      # eight True
@@ -126,7 +126,7 @@ def _positions(mask: np.ndarray) -> np.ndarray:
     inside = (words[:, None] * 8 + np.arange(8)).ravel()
     return np.concatenate([inside[mask[inside]], whole + np.flatnonzero(mask[whole:])])
 
-# %% ../nbs/06_scan.ipynb #f0b9246b
+# %% ../nbs/06_scan.ipynb #7df6b725
 def count_tokens(reader: Reader, vocab_size: int | None = None, eos: int | None = None,
                  progress: Callable = lambda tokens: None, whole: bool = False) -> Counts:
     "One pass over a shard; `whole` hashes it too. ShardError where it cannot be read."
@@ -142,7 +142,7 @@ def count_tokens(reader: Reader, vocab_size: int | None = None, eos: int | None 
             if p == 1 and x[a] == 0: c.zeros.add(at - overlap + a, at - overlap + b)
         tail = x[-PERIODS * TIMES:]
         if reader._index is not None: starts = reader.doc_bounds(None, at, at + len(block))
-        else: starts = _positions(block == eos) + at + 1 if eos is not None and eos <= limit and c.hist[eos] else np.empty(0, np.int64)
+        else: starts = _positions(block == eos) + at + 1 if eos is not None and eos < limit and c.hist[eos] else np.empty(0, np.int64)
         if len(starts): c.lengths.add(np.diff(starts, prepend=last)); last = int(starts[-1])
         at += len(block)
         progress(at)
@@ -384,12 +384,15 @@ def _eos(seen: list[_Seen]) -> list[Finding]:
                 out.append(Finding('note', 'eos', s.report.path, f'EOS ends {s.report.eos:,} documents, in the shards of {domain} about {expected:,.0f} in as many tokens'))
     return out
 
-# %% ../nbs/06_scan.ipynb #5fdbc79b
+# %% ../nbs/06_scan.ipynb #a3f340ba
 def scan(paths, *, vocab_size: int | None = None, eos: int | None = None, format: str | None = None, dtype: str | None = None,
          verify: bool = False, progress: Callable | None = None) -> ScanResult:
     """Read every token of `paths` (a Manifest, or files and folders) once, in bounded memory, and report what is wrong.
     `vocab_size` and `eos` default to the manifest's; what they decide is not checked without them. `format` and `dtype` are for
     headerless shards. `verify` compares SHA-256 with the manifest. `progress(done, total, path)` is called in file bytes."""
+    check_choice(format, dtype)
+    if vocab_size is not None and vocab_size < 1: raise UserError(f'a vocabulary of {vocab_size} tokens')
+    if eos is not None and not 0 <= eos < (vocab_size or 1 << 32): raise UserError(f'EOS {eos} is outside the vocabulary of {vocab_size or 1 << 32}')
     items = _items(paths)
     if not items: raise UserError('no shards to scan')
     sizes = [os.stat(i.path).st_size if i.path.exists() else 0 for i in items]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FRAME_TOKENS', 'MAX_FRAME', 'MAX_FRAMES', 'MAX_RATIO', 'BLOCK', 'MAX_MANIFEST', 'UserError', 'ShardError', 'Reader',
-           'FlatReader', 'ZstReader', 'cache_dir', 'ZstStream', 'open_shard', 'Digest', 'Shard', 'write_shard',
-           'Manifest', 'check_shard', 'describe_shard', 'find_shards', 'build_manifest']
+           'FlatReader', 'ZstReader', 'cache_dir', 'ZstStream', 'check_choice', 'open_shard', 'Digest', 'Shard',
+           'write_shard', 'Manifest', 'check_shard', 'describe_shard', 'find_shards', 'build_manifest']
 
 # %% ../nbs/00_shards.ipynb #1d10719e
 import ast
@@ -409,12 +409,17 @@ def _sniff(file: _File) -> str:
         if head.startswith(start): raise ShardError(path, 0, f'expected a shard of tokens, found {what}')
     return 'raw'
 
-# %% ../nbs/00_shards.ipynb #36d5adc4
+# %% ../nbs/00_shards.ipynb #5238482f
+def check_choice(format: str | None, dtype: str | None):
+    "UserError unless these are a known format and dtype, or None."
+    if dtype is not None and str(dtype) not in ('uint16', 'uint32'): raise UserError(f'dtype {str(dtype)!r:.40}: tokens are uint16 or uint32')
+    if format is not None and format not in _OPENERS: raise UserError(f'unknown shard format {format!r:.40}: one of {", ".join(_OPENERS)}')
+
+# %% ../nbs/00_shards.ipynb #942bce18
 def open_shard(path, format: str | None = None, dtype: str | None = None) -> Reader:
     """Open a shard of any supported format, found from its content unless `format` says; ShardError if anything does not add up.
     `dtype` (uint16 or uint32) is what headerless tokens are, and what all others have to agree with."""
-    if dtype is not None and str(dtype) not in ('uint16', 'uint32'): raise UserError(f'{path}: tokens are uint16 or uint32, not {dtype!s:.40}')
-    if format is not None and format not in _OPENERS: raise UserError(f'unknown shard format {format!r}: one of {", ".join(_OPENERS)}')
+    check_choice(format, dtype)
     file = _File(path)
     if file.size == 0: raise ShardError(path, 0, 'the file is empty')
     reader = _OPENERS[format or _sniff(file)](file, dtype)
@@ -422,10 +427,10 @@ def open_shard(path, format: str | None = None, dtype: str | None = None) -> Rea
     if dtype is not None and reader.dtype != np.dtype(dtype): raise ShardError(reader.path, 0, f'holds {reader.dtype} tokens, not {dtype}')
     return reader
 
-# %% ../nbs/00_shards.ipynb #fe376e85
+# %% ../nbs/00_shards.ipynb #f8cc8a45
 @_opens('zst')
 def _open_zst(file: _File, dtype=None) -> Reader:
-    "A zstd shard. Without a usable seek table (the seed run's single frames) it is unpacked once to the raw cache."
+    "A zstd shard. Without a usable seek table (the seed run's single frames) it is streamed, and unpacked to be read in the middle."
     named = {'.u16': 'uint16', '.u32': 'uint32'}.get(Path(file.path.stem).suffix)
     dtype = dtype or named
     if named not in (None, str(dtype)): raise ShardError(file.path, 0, f'the name says {named}, not {dtype}')

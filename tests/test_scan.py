@@ -305,6 +305,8 @@ def test_paths(corpus, tmp_path):
     (tmp_path / 'empty').mkdir()
     with pytest.raises(UserError, match='no shards in this folder'): scan(tmp_path / 'empty')
     with pytest.raises(UserError, match='no shards to scan'): scan([])
+    for wrong in (dict(format='mds'), dict(dtype='float32'), dict(vocab_size=0), dict(eos=-1), dict(vocab_size=10, eos=10)):
+        with pytest.raises(UserError): scan(corpus, **wrong)
     (tmp_path / 'empty/manifest.json').write_text('{')
     with pytest.raises(UserError, match='not a manifest'): scan(tmp_path / 'empty')
 
