@@ -66,11 +66,12 @@ def pinned(loss, t: int, after: tuple[int, int] = (50, 150), share: float = 0.8)
     if len(window) < max(1, (after[1] - after[0]) // 5): return None
     return bool(np.median(window) >= share * loss[t])
 
-# %% ../nbs/31_diagnose.ipynb #37b3dfc7
+# %% ../nbs/31_diagnose.ipynb #748e6ca5
 def cliff_step(loss, decision=None, step=None, ratio: float = 1.5) -> int | None:
-    """The first jump that is also pinned (as a step when `step` is given, else an index), or None."""
+    """The first jump that is also pinned (as a step when `step` is given, else an index), or None. An outlier that came back
+    at once is passed over even if a real cliff follows within its 150 steps: most of the 50 steps after a cliff are up, too."""
     for t in jumps(loss, decision, ratio):
-        if pinned(loss, t): return int(t if step is None else np.asarray(step)[t])
+        if pinned(loss, t) and pinned(loss, t, after=(1, 49)) is not False: return int(t if step is None else np.asarray(step)[t])
     return None
 
 # %% ../nbs/31_diagnose.ipynb #a4358ecd
@@ -106,7 +107,7 @@ class Rules:
     grad_z: float = 9.0             # gradient norms, on a log scale
     grad_ratio: float = 4.0
 
-# %% ../nbs/31_diagnose.ipynb #04d734f9
+# %% ../nbs/31_diagnose.ipynb #934778af
 BLOCK, EXACT = 16, 512
 REACH = 2.33                        # a standard normal goes this far one time in a hundred
 
@@ -114,14 +115,16 @@ def _noise(differences: np.ndarray) -> float:
     "Sigma from successive differences: the 80th percentile of |N(0,1) - N(0,1)| is 1.812."
     return float(np.quantile(np.abs(differences), 0.8)) / 1.812 if len(differences) else 0.0
 
-def band(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    "(level, sigma), each (n,), for finite losses y (n,): what the rows before lead to expect; nan for the first two. sigma is reach / 2.33."
+def band(y: np.ndarray, hole: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(level, sigma), each (n,), for finite losses y (n,): what the rows before lead to expect; nan for the first two. sigma is
+    reach / 2.33. `hole` (n,) marks rows after a hole in the steps: the difference to the row before is no noise."""
     n = len(y)
     base, sigma = np.full(n, np.nan), np.full(n, np.nan)
     for i in range(2, min(n, EXACT)):
         w = y[max(0, i - 64):i]
         base[i] = min(np.median(w[-16:]), np.median(w))
-        s = _noise(np.diff(w)) * (1 + 4 / len(w))
+        d = np.diff(w) if hole is None else np.diff(w)[~hole[max(0, i - 64) + 1:i]]
+        s = _noise(d) * (1 + 4 / len(w))
         if i >= 128:
             blocks = y[i - 128:i].reshape(8, BLOCK)
             s = max(0.5 * s, float(np.partition(blocks.max(1) - np.median(blocks, axis=1), -2)[-2]) / 2.15)
@@ -139,7 +142,7 @@ def band(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     base[EXACT:], sigma[EXACT:] = level[reps], spread[reps]
     return base, sigma
 
-# %% ../nbs/31_diagnose.ipynb #583b70cf
+# %% ../nbs/31_diagnose.ipynb #e840d7ec
 @dataclass
 class Excursion:
     "Rows onset..end (end None: it never came back) of finite losses; `before`, `peak`, `after` are levels, `rows` how many stood above."
@@ -163,7 +166,7 @@ def _median5(y):
 
 def excursions(y: np.ndarray, gap_before: np.ndarray, rules: Rules, most: int = 4000) -> list[Excursion]:
     """What left the band upward in y (n,), in order. `gap_before` (n,) marks rows after a hole in the steps."""
-    base, sigma = band(y)
+    base, sigma = band(y, gap_before)
     with np.errstate(invalid='ignore'): far = np.flatnonzero((y > base + rules.z * sigma) & (y > base + rules.rise * np.abs(base)))
     out, last, k = [], 0, 0
     while k < len(far) and len(out) < most:
@@ -435,7 +438,7 @@ def _freezes(log: RunLog, own: np.ndarray, rules: Rules) -> list[tuple[int, int,
             if b - a >= rules.frozen and still[own[a:b]].mean() >= 0.9 and not any(a < y and x < b for x, y, _ in out): out.append((a, b, what))
     return [(int(own[a]), int(own[b - 1]) + 1, what) for a, b, what in sorted(out)]
 
-# %% ../nbs/31_diagnose.ipynb #5dda3360
+# %% ../nbs/31_diagnose.ipynb #adb4a923
 def _mix_change(log: RunLog, row: int, width: int = 24) -> tuple[float, str] | None:
     "(total variation distance, sentence) between the domains of the batches before and from `row`."
     if not log.counts: return None
@@ -454,7 +457,9 @@ def _eval_change(log: RunLog, row: int, height: float, k: int) -> tuple[bool, st
     for name, e in log.evals.items():
         mine = (e.line <= last_line + 2) & ((e.line >= first_line) | (e.step < log.step[seg.start]))
         s, v = e.step[mine], e.value[mine]
-        before, after = v[s <= step][-4:], v[s > step][:2]
+        margin = 40 * log.interval                                              # the onset of a small step is not sharp
+        if (s <= step - margin).sum() < 2 or not (s > step + margin).any(): margin = 0
+        before, after = v[s <= step - margin][-4:], v[s > step + margin][:2]
         before, after = before[np.isfinite(before)], after[np.isfinite(after)]
         if len(before) < 2 or not len(after): continue
         trend = 0.8 * float(np.diff(before)[-2:].mean())                       # what it was doing anyway
@@ -633,13 +638,14 @@ def scores(log: RunLog) -> dict[str, float | None]:
             out[f'{signal}: {name}'] = round(100 * score, 4) if n else None
     return out
 
-# %% ../nbs/31_diagnose.ipynb #d8bae342
+# %% ../nbs/31_diagnose.ipynb #cefaf0c8
 @dataclass
 class Lead:
     "When a norm left its band around an event: `steps` before the onset (0: in the same row, negative: later), `peak` before the loss's highest, `times` its level by then."
     steps: int
     peak: int
     times: float
+    alike: int | None = None       # set when it was back in its band before the loss moved: how many such rises the 500 rows before had
 
 def _lead(log: RunLog, e: Event, signal: str, reach: int = 30) -> Lead | bool | None:
     "False when `signal` stayed in its band, None when the log cannot say (not logged, stale, too few rows)."
@@ -656,14 +662,19 @@ def _lead(log: RunLog, e: Event, signal: str, reach: int = 30) -> Lead | bool | 
         if not len(calm): return None
         limit = float(calm.min()) + math.log(3)
     if not np.isfinite(v[at:at + 3]).any() and not (v[:at] > limit)[-reach:].any(): return None
-    out = np.flatnonzero(v > limit)
-    out = out[out >= max(0, at - reach)]
-    if not len(out): return False if len(calm) >= 8 else None
-    first = int(out[0])
-    for a, b in pairwise(out):                                     # a lone row long before is another matter
-        if b - a > 6 and b <= at: first = int(b)
-    highest = row + int(np.nanargmax(log.loss[row:hi])) if np.isfinite(log.loss[row:hi]).any() else row
-    return Lead(int(log.step[row] - log.step[lo + first]), int(log.step[highest] - log.step[lo + first]), float(np.exp(np.nanmax(v[first:max(first, highest - lo) + 1]) - (limit - math.log(3) if len(calm) < 8 else np.median(calm)))))
+    out = v > limit
+    if not out[max(0, at - reach):].any(): return False if len(calm) >= 8 else None
+    highest = at + int(np.nanargmax(log.loss[row:hi])) if np.isfinite(log.loss[row:hi]).any() else at
+    first = at if out[at] else at - 1 if at and out[at - 1] else None
+    if first is None and out[at:].any(): first = at + int(np.argmax(out[at:]))
+    elif first is not None:
+        while first > 0 and out[first - 1]: first -= 1             # out of its band without a break until the loss went
+    level = limit - math.log(3) if len(calm) < 8 else float(np.median(calm))
+    if first is None:                                              # a rise that was over before the loss moved
+        lone = max(0, at - reach) + int(np.flatnonzero(out[max(0, at - reach):at])[-1])
+        alike = int((x[max(0, row - 500):lo + lone] > x[lo + lone] * 0.7).sum())
+        return Lead(int(log.step[row] - log.step[lo + lone]), 0, float(np.exp(v[lone] - level)), alike)
+    return Lead(int(log.step[row] - log.step[lo + first]), int(log.step[lo + highest] - log.step[lo + first]), float(np.exp(np.nanmax(v[first:max(first, highest) + 1]) - level)))
 
 def boundary_fit(step: int, starts: list[int], shard_tokens: float, tokens_per_step: float) -> list[tuple[int, int, int]]:
     """[(start, boundary, distance in steps)]: the shard boundary nearest to `step` for reading that began at each of `starts`
@@ -696,7 +707,7 @@ def _worst_nan(log, row, width=50):
     near = log.nonfinite[row:row + width]
     return int(np.argmax(near)) if near.any() else None
 
-# %% ../nbs/31_diagnose.ipynb #e5bcaa77
+# %% ../nbs/31_diagnose.ipynb #e50eda46
 def explain(log: RunLog, e: Event, events: list[Event], shard_tokens=None, tokens_per_step=None) -> list[Explanation]:
     "The explanations that an engineer would think of, ranked by the evidence in this log."
     data, unstable = Explanation('the data changed: a domain or shard boundary'), Explanation('an unstable update: learning rate, curvature, growing attention logits')
@@ -779,7 +790,9 @@ def _norm_evidence(log, e, data, unstable, batch, add):
     elif log.interval > 5: unstable.missing = 'gradient norms of every step'
     if e.kind == 'guard freeze': return
     if isinstance(grad, Lead):
-        if grad.steps > 0:
+        if grad.alike is not None:
+            add(unstable, 0.5 if not grad.alike else -0.5, f'the gradient norm stood out {grad.steps:,} steps before it ({grad.times:,.0f} times its level) but was back in its band when the loss moved' + (f'; {grad.alike} such rise(s) shortly before led to nothing' if grad.alike else ''))
+        elif grad.steps > 0:
             add(unstable, 2.5, f'the gradient norm left its band {grad.steps:,} step{"s" if grad.steps > 1 else ""} before the loss did' + (f' and {grad.peak:,} before its highest' if grad.peak > grad.steps else '') + f' (up to {grad.times:,.0f} times its level)')
             add(data, -0.5, 'the gradient norm moved first')
         elif grad.steps == 0: add(unstable, 0.5, f'the gradient norm rose at the same step ({grad.times:,.1f} times its level), not before'); add(batch, 0.5, 'its gradient norm stands out too')
@@ -800,11 +813,11 @@ def _plateau_explanations(log, e, guard, rate):
         if abs(level - v) < 0.06: limit.score += 2; limit.evidence_for.append(f'the level is {name} ({v:.2f}): nothing was learned')
     return sorted([limit, rate, guard], key=lambda x: -x.score)
 
-# %% ../nbs/31_diagnose.ipynb #51012dc1
+# %% ../nbs/31_diagnose.ipynb #509b5522
 def advise(log: RunLog, e: Event) -> None:
     "Fill in the tests, the mend and the steps to skip of one event."
     grad = _lead(log, e, 'grad_norm')
-    first = e.onset - (grad.steps if isinstance(grad, Lead) and 0 < grad.steps < 100 * log.interval else 0)
+    first = e.onset - (grad.steps if isinstance(grad, Lead) and grad.alike is None and 0 < grad.steps < 100 * log.interval else 0)
     top = [x.name for x in e.explanations if x.standing in ('supported', 'possible')][:2] or [x.name for x in e.explanations[:2]]
     tell = {'the data': [('what the batches around it hold: domain, shard, text', f'shohin peek --step {e.onset} --around 2'), ('whether the order makes such steps, and where the next one is', 'shohin audit')],
             'an unst': [('whether the same batches do it again from an earlier state: go back, run on, then once more with these steps skipped', f'shohin attribute RUN --step {e.onset}   (a run folder of shohin; elsewhere: restart from before step {first})')],
@@ -881,7 +894,7 @@ def _limit(events, most: int = 200):
     kept = {id(e) for e in minor} | {id(e) for e in [x for x in events if x.severe][:most]}
     return [e for e in events if id(e) in kept]
 
-# %% ../nbs/31_diagnose.ipynb #7220edd0
+# %% ../nbs/31_diagnose.ipynb #df7f89dc
 GRAVITY = ('guard freeze', 'nan', 'warm-up blow-up', 'level shift', 'data shift', 'slow divergence', 'bad spike', 'plateau', 'recovered spike', 'step down', 'outlier')
 
 def _say_event(log: RunLog, e: Event) -> str:
@@ -908,11 +921,11 @@ def _say_cause(e: Event) -> str:
     if e.kind == 'guard freeze':
         others = [x for x in e.explanations if x.score >= 2 and not x.name.startswith('a guard')]
         return 'That the guard holds it there is certain; ' + (f'what started it, most likely: {others[0].name} ({others[0].evidence_for[0]}).' if others else 'what raised the loss in the first place the log does not show.')
-    if not ranked:
-        return 'The log does not show why' + (f'; it would take {m}.' if (m := next((x.missing for x in e.explanations if x.missing), '')) else '.')
+    blind = dict.fromkeys(x.missing for x in e.explanations if x.missing and x.standing != 'unlikely')
+    if not ranked: return 'The log does not show why' + (f'; it would take {"; ".join(list(blind)[:2])}.' if blind else '.')
     text = f'Best supported: {ranked[0].name} ({ranked[0].evidence_for[0]}).'
-    rivals = [x for x in e.explanations if x is not ranked[0] and x.standing in ('supported', 'possible') and x.score > ranked[0].score - 2]
-    return text + (f' Not ruled out: {rivals[0].name}.' if rivals else '')
+    rivals = [x.name for x in e.explanations if x is not ranked[0] and (x.standing in ('supported', 'possible') and x.score > ranked[0].score - 2 or x.missing and x.name.startswith('the data') and x.standing != 'unlikely')]
+    return text + (f' Not ruled out: {rivals[0]}' + (f' (the log lacks {next(x.missing for x in e.explanations if x.name == rivals[0])}).' if next(x.missing for x in e.explanations if x.name == rivals[0]) else '.') if rivals else '')
 
 def verdict(log: RunLog, events: list[Event]) -> str:
     "The summary: one to four sentences."

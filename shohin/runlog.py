@@ -58,7 +58,7 @@ NAMES = {column: names.split() for column, names in dict(
 RANK = {name: (column, i) for column, names in NAMES.items() for i, name in enumerate(names)}
 COLUMNS = ('step', 'tokens', 'loss', 'grad_norm', 'lr', 'update_norm', 'skipped', 'throughput', 'time')
 
-# %% ../nbs/30_runlog.ipynb #87724188
+# %% ../nbs/30_runlog.ipynb #a647cd6f
 EVAL_WORDS = {'val', 'valid', 'validation', 'eval', 'evaluation', 'evals', 'test', 'dev', 'heldout', 'holdout', 'probe', 'probes', 'tel'}
 LOSS_WORDS = {'loss', 'bpb', 'nll', 'ce', 'xent', 'entropy', 'nats', 'bits', 'bpc', 'tel', 'value', 'lm'}
 OTHER_EVAL = {'acc', 'accuracy', 'ppl', 'perplexity', 'score', 'bleu', 'f1', 'em', 'eva', 'core', 'hellaswag', 'mmlu'}
@@ -77,7 +77,7 @@ def classify(key: str) -> tuple | None:
     squashed, kinds = ''.join(words), set(words)
     evaluated = kinds & EVAL_WORDS or (squashed.startswith(('val', 'eval')) and squashed not in ('value', 'values'))
     if evaluated and (kinds & LOSS_WORDS or squashed.endswith(('loss', 'bpb', 'nll')) or squashed in ('val', 'eval')):
-        return None if kinds & {'step', 'steps', 'iteration', 'iter', 'time', 'samples', 'runtime', 'ppl', 'perplexity'} else ('eval', low)
+        return None if kinds & {'step', 'steps', 'iteration', 'iter', 'iters', 'time', 'samples', 'runtime', 'ppl', 'perplexity', 'every', 'interval', 'freq', 'batch', 'tokens'} else ('eval', low)
     if words[0] in ('probe', 'probes') and len(words) > 1: return 'eval', low            # ours: {'probes': {'math': 2.5}}
     if kinds & OTHER_EVAL or evaluated: return None
     if m := COUNTS.match(low): return 'count', m[1]
@@ -185,7 +185,7 @@ class Rows:
 
     def count(self, what: str, n: int = 1): self.counts[what] = self.counts.get(what, 0) + n
 
-# %% ../nbs/30_runlog.ipynb #c6c1565e
+# %% ../nbs/30_runlog.ipynb #8830b287
 _HOLE = rf'[-+]?\d[\d.,]*(?:[eE][-+]?\d+)?|[-+]?(?:\.\d+|{NAN})'     # VALUE, quicker: what it lets through, `number` judges
 def _literal(text: str) -> str:
     "A pattern for the text between two values: digits and blanks may vary, nothing else."
@@ -203,7 +203,7 @@ class Shape:
             end = m.end()
         self.match = re.compile(''.join(out) + _literal(line[end:])).fullmatch
         self.names, self.extra, self.dialect = [k for k, _ in pairs], extra, dialect
-        self.lines, self.values = [], []
+        self.lines, self.values, self.pieces, self.total = [], [], [], 0
 
     def flush(self, rows: Rows):
         if not self.lines: return
@@ -211,6 +211,7 @@ class Shape:
         columns |= {k: np.full(len(self.lines), v) for k, v in self.extra.items()}
         rows.add(self.lines, columns)
         rows.count(self.dialect, len(self.lines))
+        self.pieces.append(rows.pieces[-1]); self.total += len(self.lines)
         self.lines, self.values = [], []
 
 # %% ../nbs/30_runlog.ipynb #d657e1ff
@@ -253,13 +254,14 @@ def remark(rows: Rows, line: str, i: int) -> bool:
             if value and value >= 1000: rows.facts[fact] = (value, i)
     return skipped
 
-# %% ../nbs/30_runlog.ipynb #8e7e3b07
+# %% ../nbs/30_runlog.ipynb #d0efd480
 class TextReader:
     "Lines of text, fed in any portions, to `rows`. `mapping` {column: name} adds names that are not known."
     def __init__(self, rows: Rows, mapping: dict | None = None):
         self.rows, self.shapes, self.names = rows, [], {v: k for k, v in (mapping or {}).items()}
         self.block = self.held = None               # (line, {name: value}, dialect) of a many-line record; a wrapped line
         self.last_step, self.bar, self.skip = None, None, False
+        self.stepless, self.found = [], False       # losses without a step, used only when no line has both
 
     def feed(self, lines: list[str], first: int):
         rows, shapes = self.rows, self.shapes
@@ -280,6 +282,9 @@ class TextReader:
         self._end_block()
         if self.held: self._release()
         for shape in self.shapes: shape.flush(self.rows)
+        self._drop_torn()
+        if not self.found and len(self.stepless) >= 5:
+            for i, values in self.stepless: self.rows.row(i, values)
         self.rows.flush()
 
 # %% ../nbs/30_runlog.ipynb #72557a49
@@ -327,7 +332,7 @@ def _release(self):
 
 TextReader._scan, TextReader.slow, TextReader._continue, TextReader._release = _scan_known, _slow, _continue, _release
 
-# %% ../nbs/30_runlog.ipynb #b6a4742b
+# %% ../nbs/30_runlog.ipynb #73172294
 def _remark(self, line: str, i: int): self.skip |= remark(self.rows, line, i)
 
 def _row(self, line: str, i: int, whole: bool = False):
@@ -356,10 +361,14 @@ def _row(self, line: str, i: int, whole: bool = False):
     if not steps and 'step' not in extra:
         if 'loss' in kinds.values():                         # a record without a step: a bar before it may have said
             if line.lstrip()[:1] != '{' and not re.match(r'(?i)\W*(train\w*[ _])?loss\b', line): return self._remark(line, i)
-            extra['step'] = math.nan if self.bar is None else self.bar
-            self.bar = None
-        elif self.last_step is not None: extra['step'] = self.last_step
+            if self.bar is None:
+                if len(self.stepless) < 1_000_000: self.stepless.append((i, {'step': math.nan} | {k: number(m[0]) for k, m in pairs}))
+                return
+            extra['step'], self.bar = self.bar, None
+        elif self.last_step is not None and re.match(r'(?i)\W{0,3}(?:\w+ ){0,2}?val\w*[ _.]*(?:loss|bpb)[ :]+\S+\W*$', line): extra['step'] = self.last_step
         else: return
+    if len({m[0] for k, m in steps if k == steps[0][0]}) > 1: return rows.count('garbled')          # two records run into each other
+    self.found |= 'loss' in kinds.values() or 'eval' in kinds.values()
     where = steps[0][1].start() if steps else 0
     if EVAL_LINE.search(line[max(0, where - 60):where]):
         pairs = [(f'validation {k}' if kinds[k] == 'loss' else k, m) for k, m in pairs]
@@ -384,7 +393,18 @@ def _end_block(self):
         self.rows.count(dialect)
     self.block = None
 
-TextReader._remark, TextReader._row, TextReader._end_block = _remark, _row, _end_block
+def _drop_torn(self):
+    "A shape seen once or twice among many rows of another, with names that the other lacks, is a torn line."
+    main = max(self.shapes, key=lambda s: s.total, default=None)
+    if main is None or main.total < 50: return
+    for s in self.shapes:
+        odd = [k for k in s.names if k not in main.names and (classify(k) or ('',))[0] not in ('eval', 'step', 'domain')]
+        if s.total <= 2 and odd and not s.extra and any((classify(k) or ('',))[0] == 'loss' for k in odd):
+            drop = {id(p) for p in s.pieces}
+            self.rows.pieces = [p for p in self.rows.pieces if id(p) not in drop]
+            self.rows.count('garbled', s.total)
+
+TextReader._remark, TextReader._row, TextReader._end_block, TextReader._drop_torn = _remark, _row, _end_block, _drop_torn
 
 # %% ../nbs/30_runlog.ipynb #2aa75ebe
 PHASE, RUN = {'split', 'phase', 'mode', 'stage', 'set', 'partition', 'type', 'event', 'kind'}, {'run', 'runid', 'runname', 'experiment', 'expname', 'arm', 'exp'}
@@ -859,7 +879,7 @@ def _steps(pieces, named, n, order) -> np.ndarray:
         at += len(lines)
     return out if order is None else out[order]
 
-# %% ../nbs/30_runlog.ipynb #09f4e114
+# %% ../nbs/30_runlog.ipynb #906b0707
 def _finish(rows, path, format, named, table, line, run, notes) -> RunLog:
     step = table.pop('step')
     evals = {k[1]: table.pop(k) for k in list(table) if k[0] == 'eval'}
@@ -894,20 +914,16 @@ def _finish(rows, path, format, named, table, line, run, notes) -> RunLog:
     return log
 
 def _number_steps(step, has_loss):
-    "Rows without a step take a number: the row's own when none has one, the one after the row before otherwise."
+    "Rows without a step are numbered when (nearly) none has one, and passed over otherwise: a line of source code may say `loss = 0`."
     lost = np.isnan(step) & has_loss
-    if lost.all() or np.isnan(step).all():
+    if lost.sum() > 0.5 * has_loss.sum() or np.isnan(step).all():
         return np.where(has_loss, np.cumsum(has_loss), np.nan).astype(float), 'no step in this log: rows are numbered 1, 2, 3, ...'
     if np.isinf(step).any(): step = np.where(np.isinf(step), np.nan, step)
     whole = step[~np.isnan(step)]
     if (whole != np.floor(whole)).mean() > 0.05:
         return np.where(has_loss, np.cumsum(has_loss), np.nan).astype(float), 'the step column holds no whole numbers: rows are numbered 1, 2, 3, ...'
     if not lost.any(): return step, None
-    known = np.flatnonzero(~np.isnan(step))
-    gap = np.median(np.abs(np.diff(step[known]))) if len(known) > 1 else 1
-    step = step.copy()
-    for i in np.flatnonzero(lost): step[i] = step[i - 1] + max(gap, 1) if i and not np.isnan(step[i - 1]) else i + 1
-    return step, f'{int(lost.sum()):,} rows have no step: counted on from the row before'
+    return step, f'{int(lost.sum()):,} losses without a step passed over'
 
 def _carry_lr(lr, has_loss):
     "A learning rate that is logged in rows of its own is carried to the rows of the loss."
@@ -915,7 +931,7 @@ def _carry_lr(lr, has_loss):
     at = np.maximum.accumulate(np.where(np.isnan(lr), -1, np.arange(len(lr))))
     return np.where(at >= 0, lr[at], np.nan)
 
-# %% ../nbs/30_runlog.ipynb #e82dd72b
+# %% ../nbs/30_runlog.ipynb #94a8d871
 def _merge(step, line, run, table, notes):
     "Rows of one step that stand together become one: the last value of each column, or the mean loss when every step has several."
     if len(step) < 2: return step, line, run, table
@@ -975,16 +991,18 @@ def _segments(step, line, run, table, notes):
 def _kinds(log, cuts, run) -> list[Segment]:
     "Restart or new run? A run that begins where, or before, its predecessor began is a new one."
     out, number_, first = [], 0, None
+    gaps = np.diff(log.step)
+    interval = int(np.median(gaps[gaps > 0])) if (gaps > 0).any() else 1
     for a, b in pairwise(cuts):
         kind, came = 'start', None
         if out:
             came = int(log.step[a - 1])
-            kind = 'new run' if (run is not None and run[a] != run[a - 1]) or log.step[a] <= first else 'restart'
+            kind = 'new run' if (run is not None and run[a] != run[a - 1]) or log.step[a] <= first + 2 * interval else 'restart'
         if kind != 'restart': number_ += bool(out); first = log.step[a]
         out.append(Segment(number_, a, b, kind, came if kind == 'restart' else None))
     return out
 
-# %% ../nbs/30_runlog.ipynb #62bc69f8
+# %% ../nbs/30_runlog.ipynb #0ac7aa81
 def _values(log: RunLog, rows, notes):
     "From inf-means-not-finite to nan and a mask; a loss that is missing where it never is counts as not finite."
     loss = log.loss
@@ -1051,7 +1069,7 @@ def _say(log: RunLog, rows, notes):
     for what, text in (('too long', 'lines longer than 16 kB passed over'), ('not JSON', 'lines that are not JSON passed over'),
                        ('wrapped', 'records were wrapped over several lines and joined'), ('other rows', 'rows with another number of cells passed over'),
                        ('damaged records', 'damaged records passed over'), ('truncated record', 'record cut off at the end of the file'),
-                       ('huge lines', 'lines longer than 1 MiB passed over'), ('half a line', 'unfinished line at the end passed over')):
+                       ('huge lines', 'lines longer than 1 MiB passed over'), ('garbled', 'lines with two records run together passed over'), ('half a line', 'unfinished line at the end passed over')):
         if counts.get(what): notes.append(f'{counts[what]:,} {text}')
     if log.interval > 1: notes.append(f'one row every {log.interval:,} steps: what happens between two rows is not in the log')
     if 'Megatron' in log.format and log.interval > 1: notes.append('Megatron prints the mean over an interval: a one-step spike is diluted')

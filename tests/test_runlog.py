@@ -177,6 +177,18 @@ def run_text(steps, loss=lambda s: 3 - s / 1000, suffix=''):
     return ''.join(f'step {s} loss {loss(s):.6f} gnorm 0.10 lr 0.0005{suffix}\n' for s in steps)
 
 
+def test_source_code_and_settings_in_a_log_are_not_rows(tmp_path):
+    code = 'import torch\nval_loss_every : int = 125 # every how many steps to evaluate val loss?\nfor step in range(5100 + 1):\n    loss = 0.0\n    val_loss = 0.0\n    lr=0.02, momentum=0.95\n    print(f"step:{step}/{n} val_loss:{val_loss:.4f}")\n'
+    code += '====\nRunning pytorch 2.6.0 compiled for CUDA 12.4\n| N/A   38C    P0            125W /  700W |     529MiB /  81559MiB |      0%      Default |\n'
+    log = ''.join(f'step:{s}/5100 val_loss:{10 - s / 1000:.4f} train_time:{s * 99}ms step_avg:nanms\n' if s % 125 == 0 else f'step:{s}/5100 train_time:{s * 99}ms step_avg:98.9ms\n' for s in range(1000))
+    (tmp_path/'log').write_text(code + log + code + log.replace('val_loss:', 'train_loss:7.5 val_loss:'))
+    (tmp_path/'val only').write_text(code + log)
+    log = read_log(tmp_path/'val only')
+    assert log.step.tolist() == list(range(0, 1000, 125)) and log.loss[0] == 10 and any('stands in' in n for n in log.notes)
+    log = read_log(tmp_path/'log')
+    assert set(log.loss) == {7.5} and {float(x) for v in log.evals.values() for x in v.value} == {10 - s / 1000 for s in range(0, 1000, 125)}
+
+
 def test_restart_that_goes_back(tmp_path):
     (tmp_path/'log').write_text(run_text(range(100)) + 'Resuming from checkpoint step 60\n' + run_text(range(60, 120), lambda s: 3 - s / 990))
     log = read_log(tmp_path/'log')

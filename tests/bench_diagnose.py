@@ -1,0 +1,151 @@
+"""How well and how fast: precision and recall on the held-out half of the labelled set, and seconds for large logs.
+
+    python -m pytest tests/bench_diagnose.py -m benchmark -s      # writes reports/results/diagnose-benchmark.json
+"""
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import traces
+
+from shohin.diagnose import diagnose
+from shohin.runlog import from_columns, read_log
+
+pytestmark = pytest.mark.benchmark
+RESULT = Path(__file__).parent.parent / 'reports' / 'results' / 'diagnose-benchmark.json'
+ROWS = 1_000_000
+
+
+@pytest.fixture(scope='module')
+def result():
+    out = {'benchmark': 'diagnose', 'machine': f'{os.cpu_count()} cores, {platform.machine()}', 'versions': {'python': platform.python_version(), 'numpy': np.__version__}}
+    yield out
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(out, indent=1) + '\n')
+
+
+def test_precision_and_recall(result):
+    everything = traces.all_traces()
+    result['labelled_set'] = {'traces': len(everything), 'with events': sum(t.kind != 'healthy' for t in everything), 'healthy': sum(t.kind == 'healthy' for t in everything), 'of real runs': len(traces.recorded()),
+                              'note': 'thresholds were chosen on the even half; the odd half was held out'}
+    for name, held in (('tuning_half', False), ('held_out_half', True)):
+        seen, events_of = [], None
+        def events_of(columns, seen=seen):
+            events = [e for e in diagnose(from_columns(columns)).events if e.signal == 'loss']
+            seen.append(events)
+            return events
+        chosen = [t for t in everything if t.held_out == held]
+        table, wrong = traces.evaluate(chosen, events_of)
+        bins = {}
+        for t, events in zip(chosen, seen, strict=True):                           # is the confidence what it says?
+            _, _, false = traces.match(t, events)
+            for e in events:
+                if e.severe: bins.setdefault(f'{int(e.confidence * 10) / 10:.1f}', []).append(e not in false)
+        table['confidence'] = {b: {'events': len(v), 'right': round(sum(v) / len(v), 3)} for b, v in sorted(bins.items())}
+        table['wrong'] = [{'trace': n, 'missed': [list(x) for x in m], 'false': [list(x) for x in f]} for n, m, f in wrong]
+        table['onset_error_rows'] = _onset_errors(chosen, seen)
+        result[name] = table
+    print(json.dumps(result['held_out_half']['kinds'], indent=1))
+    for kind, row in result['held_out_half']['kinds'].items(): assert row['recall'] >= 0.8 and row['precision'] >= 0.8, (kind, row)
+
+
+def _onset_errors(chosen, seen):
+    out = {}
+    for t, events in zip(chosen, seen, strict=True):
+        every = max(1, int(np.median(np.diff(np.unique(t.columns['step'])))))
+        for kind, onset in t.events:
+            near = [abs(e.onset - onset) / every for e in events if e.kind == kind]
+            if near: out.setdefault(kind, []).append(min(near))
+    return {k: float(np.median(v)) for k, v in out.items()}
+
+
+def _run(path, *more):
+    "(seconds start to end of a fresh interpreter, its peak memory in MiB)."
+    code = ('import resource, sys\nfrom shohin.diagnose import diagnose\nd = diagnose(sys.argv[1]); d.render()\n'
+            'print(len(d.log), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)')
+    best = (1e9, 0)
+    for _ in range(3):
+        start = time.perf_counter()
+        rows, peak = map(int, subprocess.run([sys.executable, '-c', code, str(path)], capture_output=True, text=True, check=True).stdout.split())
+        best = min(best, (time.perf_counter() - start, peak))
+    return {'rows': rows, 'seconds': round(best[0], 2), 'peak_MiB': best[1]}
+
+
+def _columns(n):
+    rng = np.random.default_rng(0)
+    step = np.arange(n)
+    loss = 3 + 8 * (1 + step / (n / 100)) ** -0.5 + 0.05 * rng.standard_normal(n)
+    loss[n // 2:n // 2 + 200] += 2 * np.exp(-np.arange(200) / 20)
+    return step, loss, np.exp(0.2 * rng.standard_normal(n))
+
+
+def test_speed(result, tmp_path):
+    speed = result['speed'] = {}
+    for name, n, line in (('20,000 steps of text', 20_000, 'step {} loss {:.4f} gnorm {:.2f} lr 0.0005 281,959 tok/s\n'), ('1 million rows of text', ROWS, 'step {} loss {:.4f} gnorm {:.2f} lr 0.0005 281,959 tok/s\n'),
+                          ('1 million rows of JSON lines', ROWS, '{{"step": {}, "loss": {:.6f}, "grad_norm": {:.4f}, "lr": 0.0005, "tokens": 524288}}\n'), ('1 million rows of CSV', ROWS, '{},{:.6f},{:.5f}\n'),
+                          ('1 million Megatron lines', ROWS, ' iteration {:8d}/ 2000000 | consumed samples: 52428800 | elapsed time per iteration (ms): 1356.2 | learning rate: 6.000000E-04 | global batch size:   256 | lm loss: {:.6E} | loss scale: 1.0 | grad norm: {:.3f} | number of skipped iterations:   0 | number of nan iterations:   0 |\n')):
+        path = tmp_path / 'log'
+        with open(path, 'w') as f:
+            if 'CSV' in name: f.write('step,loss,grad_norm\n')
+            f.writelines(line.format(*row) for row in zip(*(c.tolist() for c in _columns(n)), strict=True))
+        speed[name] = _run(path)
+        print(name, speed[name])
+    pa, pq = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    step, loss, grad = _columns(10 * ROWS)
+    pq.write_table(pa.table({'step': step, 'loss': loss, 'grad_norm': grad}), tmp_path / 'log.parquet')
+    del step, loss, grad
+    speed['10 million rows of parquet'] = _run(tmp_path / 'log.parquet')
+    print('parquet', speed['10 million rows of parquet'])
+    assert speed['20,000 steps of text']['seconds'] < 1.0
+    assert all(v['seconds'] < 10 for v in speed.values()), speed
+
+
+def test_hook_costs_under_two_per_cent(result, tmp_path):
+    import torch
+
+    from shohin.hook import RunLogger
+    from shohin.model import GPT, GPTConfig
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=257, n_layer=3, d_model=128, n_head=4, n_kv_head=2, head_dim=32, d_ff=344, seq_len=256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randint(0, 257, (12, 257))
+    log, cost, steps = RunLogger(tmp_path, model, optimizer, guards='default'), [], []
+    for t in range(25):
+        start = time.perf_counter()
+        loss = model.loss(x).ce
+        loss.mean().backward()
+        a = time.perf_counter()
+        log.step(loss.mean(), row_loss=loss, domains=['code'] * 6 + ['web'] * 6, spans=[[0, t, t + 257]] * 12)
+        b = time.perf_counter()
+        before = log.update.before, log.update.after
+        held = time.perf_counter(); log.update.before(optimizer); log.update.after(optimizer); held = time.perf_counter() - held     # as the optimizer's step does
+        assert before
+        for h in log.update.handles: h.remove()
+        c = time.perf_counter()
+        optimizer.step(); optimizer.zero_grad()
+        steps.append((a - start) + (time.perf_counter() - c)); cost.append((b - a) + held)
+    log.close()
+    share = float(np.median(cost[5:]) / np.median(steps[5:]))
+    result['hook'] = {'share_of_a_step': round(share, 4), 'milliseconds': round(1000 * float(np.median(cost[5:])), 2), 'step_milliseconds': round(1000 * float(np.median(steps[5:])), 1), 'parameters': model.n_params()}
+    print(result['hook'])
+    assert share < 0.02, result['hook']
+
+
+def test_memory_does_not_follow_the_file(result, tmp_path):
+    "A log of text of 400 MB with few rows in it."
+    path = tmp_path / 'log'
+    with open(path, 'w') as f:
+        for k in range(400):
+            f.write(f'step {k} loss {3 - k / 1000:.4f}\n')
+            f.write(('x' * 1023 + '\n') * 1024)
+    result['memory'] = _run(path)
+    assert result['memory']['peak_MiB'] < 300 and result['memory']['rows'] == 400
+    assert version('numpy') and len(read_log(path)) == 400
