@@ -36,7 +36,7 @@ def test_precision_and_recall(result):
     result['labelled_set'] = {'traces': len(everything), 'with events': sum(t.kind != 'healthy' for t in everything), 'healthy': sum(t.kind == 'healthy' for t in everything), 'of real runs': len(traces.recorded()),
                               'note': 'thresholds were chosen on the even half; the odd half was held out'}
     for name, held in (('tuning_half', False), ('held_out_half', True)):
-        seen, events_of = [], None
+        seen = []
         def events_of(columns, seen=seen):
             events = [e for e in diagnose(from_columns(columns)).events if e.signal == 'loss']
             seen.append(events)

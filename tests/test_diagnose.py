@@ -5,13 +5,23 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import traces
 
-from shohin.diagnose import Event, Rules, cliff_step, diagnose, diff, explain, jump_step, jumps, pinned, replay_log, segment_events, spike_score
+from shohin.diagnose import (
+    Rules,
+    cliff_step,
+    diagnose,
+    diff,
+    jump_step,
+    jumps,
+    pinned,
+    replay_log,
+    segment_events,
+    spike_score,
+)
 from shohin.runlog import from_columns, read_log
 from shohin.shards import UserError
 

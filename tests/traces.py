@@ -324,7 +324,7 @@ def record(path=HERE / 'recorded.npz', steps=700):
             'prose': ''.join(pydoc_data.topics.topics.values()).encode(),
             'numbers': b''.join(b'%d * %d = %d\n' % (a, b, a * b) for a, b in np.random.default_rng(0).integers(2, 999, (30_000, 2)))}
     text = {d: torch.tensor(np.frombuffer(t, np.uint8).astype(np.int64)) for d, t in text.items()}
-    T, B, out = 64, 12, {}
+    T, out = 64, {}
 
     def batch(g, mix):
         names = [d for d, n in mix.items() for _ in range(n)]
