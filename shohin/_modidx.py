@@ -766,6 +766,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'shohin.runlog._Chain.readinto': ('runlog.html#_chain.readinto', 'shohin/runlog.py'),
                                'shohin.runlog._carry_lr': ('runlog.html#_carry_lr', 'shohin/runlog.py'),
                                'shohin.runlog._continue': ('runlog.html#_continue', 'shohin/runlog.py'),
+                               'shohin.runlog._drop_torn': ('runlog.html#_drop_torn', 'shohin/runlog.py'),
                                'shohin.runlog._end_block': ('runlog.html#_end_block', 'shohin/runlog.py'),
                                'shohin.runlog._fields': ('runlog.html#_fields', 'shohin/runlog.py'),
                                'shohin.runlog._finish': ('runlog.html#_finish', 'shohin/runlog.py'),
