@@ -19,12 +19,15 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Find out why a pretraining loss broke, fix it mid-run, and prove it.")
 JSON = Annotated[bool, typer.Option("--json", help="print one JSON document to stdout")]
 
-# %% ../nbs/44_cli.ipynb #74216024
+# %% ../nbs/44_cli.ipynb #4f5bc602
 def main():
     "Entry point: `UserError` becomes one line and exit status 2, a full disk or a closed pipe no traceback either."
     try: app(prog_name="shohin")
     except UserError as e: _fail(str(e))
     except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1); sys.exit(141)
+    except ModuleNotFoundError as e:
+        if (e.name or "").split(".")[0] == "shohin": raise
+        _fail(f"this command needs {e.name}, which is not installed: pip install -c constraints.txt -e '.[train,report]'")
     except SystemExit as e:      # typer turns an interrupt into its exit status
         if e.code == 130: print("shohin: interrupted; the same command goes on where it was", file=sys.stderr)
         raise
