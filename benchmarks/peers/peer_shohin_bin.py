@@ -1,0 +1,5 @@
+"Ours, on llm.c shards, which are not compressed."
+import peer_shohin
+
+peer_shohin.SUFFIX = '.bin'
+prepare, Stream = peer_shohin.prepare, peer_shohin.Stream
