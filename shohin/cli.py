@@ -378,5 +378,6 @@ def doctor(as_json: JSON = False):
         for f in found: con.print(f"! {f}", markup=False)
     if found: raise typer.Exit(1)
 
-# %% ../nbs/44_cli.ipynb #d27a4150
+# %% ../nbs/44_cli.ipynb #b2e4cf9b
+#| eval: false
 if __name__ == "__main__": main()

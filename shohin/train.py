@@ -434,5 +434,6 @@ def main(argv=None):
         print(f"shohin: {e}", file=sys.stderr); return 2
     return 0
 
-# %% ../nbs/20_train.ipynb #0165b541
+# %% ../nbs/20_train.ipynb #9f8366b1
+#| eval: false
 if __name__ == "__main__": sys.exit(main())
