@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import corpus as corpora
+import numpy as np
 
 from shohin.audit import audit_batches
 
@@ -43,11 +44,11 @@ def environment(folder: Path, needs: list[str]) -> Path:
     python, ready = home / 'bin' / 'python', home / 'ready'
     if ready.exists(): return python
     print(f'installing {" ".join(needs)}', file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, '-m', 'venv', '--clear', home], check=True)
+    subprocess.run([sys.executable, '-m', 'venv', '--clear', '--without-pip', home], check=True)
     site = Path(subprocess.run([python, '-c', 'import sysconfig; print(sysconfig.get_path("purelib"))'], capture_output=True, text=True, check=True).stdout.strip())
     (site / 'running.pth').write_text(sysconfig.get_path('purelib') + '\n')
     (home / 'constraints.txt').write_text(f'torch=={version("torch").split("+")[0]}\n')
-    done = subprocess.run([python, '-m', 'pip', 'install', '-q', '--disable-pip-version-check', '-c', home / 'constraints.txt', *needs],
+    done = subprocess.run([sys.executable, '-m', 'pip', '--python', python, 'install', '-q', '--disable-pip-version-check', '-c', home / 'constraints.txt', *needs],
                           capture_output=True, text=True)
     if done.returncode: raise RuntimeError(f'pip cannot install {" ".join(needs)}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1][:200]}')
     ready.touch()
@@ -75,10 +76,13 @@ def speeds(runs: list[dict]) -> dict:
 def order_of(labels: list, peer: str) -> dict:
     "The audit of the rows' domains as they came, (steps, rows) domain numbers."
     names = list(corpora.DOMAINS)
-    result = audit_batches(labels, domain=lambda rows: [names[d] for d in rows], weights=corpora.DOMAINS, source=peer)
+    unread = [d for i, d in enumerate(names) if not (np.asarray(labels) == i).any()]
+    weights = {d: w for d, w in corpora.DOMAINS.items() if d not in unread}
+    result = audit_batches(labels, domain=lambda rows: [names[d] for d in rows], weights=weights, source=peer)
     s = result.stats
-    return {'verdict': result.verdict, 'dispersion': s['dispersion']['value'], 'prefix_rows': s['prefix']['rows'], 'run': s['run'],
-            'mono': s['mono'], 'findings': [c.finding for c in result.checks if c.level != 'safe']}
+    return {'verdict': 'dangerous' if unread else result.verdict, 'dispersion': s['dispersion']['value'], 'prefix_rows': s['prefix']['rows'],
+            'run': s['run'], 'mono': s['mono'],
+            'findings': [f'{d} is never read' for d in unread] + [c.finding for c in result.checks if c.level != 'safe']}
 
 
 def run(folder: Path, peers: list[str], repeats: int, timeout: int) -> dict:
