@@ -355,7 +355,7 @@ def _last_row(log):
         try: return json.loads(line)
         except ValueError: continue
 
-# %% ../nbs/44_cli.ipynb #ae7468be
+# %% ../nbs/44_cli.ipynb #7f606f3f
 @app.command()
 def doctor(as_json: JSON = False):
     "Versions, threads and disk: what would go wrong here."
@@ -366,16 +366,16 @@ def doctor(as_json: JSON = False):
         except md.PackageNotFoundError: have[p] = None
     free = shutil.disk_usage(".").free / 1e9
     found = []
-    if not have["torch"]: found.append("torch is missing: training commands need pip install -e '.[train]'")
-    if not have["papermill"]: found.append("papermill is missing: reproduce needs pip install -e '.[report]'")
     if free < 2: found.append(f"only {free:.1f} GB free here: a reproduction needs about 2")
-    doc = dict(python=platform.python_version(), machine=platform.machine(), cores=os.cpu_count(), free_gb=round(free, 1), packages=have, findings=found)
+    notes = [f"{p} is not installed: {what} needs pip install -e '.[{extra}]'" for p, what, extra in (("torch", "training", "train"), ("papermill", "reproduce", "report")) if not have[p]]
+    doc = dict(python=platform.python_version(), machine=platform.machine(), cores=os.cpu_count(), free_gb=round(free, 1), packages=have, findings=found, notes=notes)
     if as_json: print(json.dumps(doc))
     else:
         con = _console()
         con.print(f"Python {doc['python']}, {doc['machine']}, {doc['cores']} cores, {doc['free_gb']} GB free", markup=False)
         con.print(", ".join(f"{k} {v or 'missing'}" for k, v in have.items()), markup=False)
         for f in found: con.print(f"! {f}", markup=False)
+        for n in notes: con.print(n, markup=False)
     if found: raise typer.Exit(1)
 
 # %% ../nbs/44_cli.ipynb #b2e4cf9b
