@@ -274,6 +274,15 @@ def test_differences_from_the_manifest(listed):
         assert ('manifest', '1.u16.zst') in found(scan(root, verify=True))
 
 
+def test_a_sampled_block_betrays_a_change_whose_time_was_put_back(tmp_path):
+    path = write('llmc', tmp_path, token_sample(40_000))
+    build_manifest(tmp_path, 'bytes', 50_000, None).save()
+    at, raw = path.stat(), bytearray(path.read_bytes())
+    raw[1024 + 40_000] ^= 1                                               # the middle token
+    path.write_bytes(raw); os.utime(path, ns=(0, at.st_mtime_ns))
+    assert [f.message[:15] for f in scan(tmp_path).problems] == ['a sampled block']
+
+
 def test_a_time_that_moved_is_hashed(listed):
     os.utime(listed.root / 'code/2.u16.zst')
     assert [Path(s.path).name for s in scan(listed.root).shards if s.verified] == ['2.u16.zst']

@@ -319,6 +319,9 @@ def test_npy_head_lengths_that_lie(tmp_path):
     for head in (b'\x93NUMPY\1\0\xff\xff', b'\x93NUMPY\2\0\xff\xff\xff\xff', b'\x93NUMPY\x09\0\x10\0', b'\x93NUMPY'):
         (tmp_path / 'x.npy').write_bytes(head + b' ' * 50)
         fails_clearly(tmp_path / 'x.npy', 'npy')
+    head = b"{'descr': '<u2', 'fortran_order': False, 'shape': (60,), }".ljust(60_000)
+    (tmp_path / 'x.npy').write_bytes(b'\x93NUMPY\1\0' + struct.pack('<H', len(head)) + head + token_sample(60).tobytes())
+    fails_clearly(tmp_path / 'x.npy', 'npy', match='a .npy head of 60000 bytes')
 
 
 @fuzz

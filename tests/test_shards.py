@@ -145,6 +145,20 @@ def test_foreign_zstd_is_streamed_without_a_cache(tmp_path, cache, stated):
     assert np.array_equal(open_shard(tmp_path / 'x.u16.zst').read(99_990, 100_010), tokens[99_990:100_010])
 
 
+def test_the_cache_knows_a_file_that_was_replaced(tmp_path):
+    "Same path, same size, same time: the change time cannot be set back."
+    a, b = token_sample(20_000, seed=1), token_sample(20_000, seed=2)
+    path, z = tmp_path / 'x.u16.zst', zstandard.ZstdCompressor(level=-100)       # hardly compresses: equal sizes are easy to find
+    path.write_bytes(z.compress(a.tobytes()))
+    assert np.array_equal(open_shard(path).read(5, 900), a[5:900])
+    at, pad = path.stat(), lambda raw, n: raw + struct.pack('<II', 0x184D2A50, n - len(raw) - 8) + bytes(n - len(raw) - 8)
+    size = max(at.st_size, len(z.compress(b.tobytes()))) + 8
+    for tokens in (a, b):
+        path.write_bytes(pad(z.compress(tokens.tobytes()), size))
+        os.utime(path, ns=(0, at.st_mtime_ns))
+        assert np.array_equal(open_shard(path).read(5, 900), tokens[5:900])
+
+
 def test_a_foreign_seek_table_without_checksums_or_with_uneven_frames(tmp_path):
     tokens = token_sample(50_000)
     parts = [tokens[:7].tobytes(), b'', tokens[7:30_001].tobytes(), tokens[30_001:].tobytes()]
