@@ -41,11 +41,12 @@ class ShardError(UserError):
         super().__init__(f'{path}: byte {offset}: {problem}')
     def __reduce__(self): return type(self), (self.path, self.offset, self.problem)   # crosses worker processes
 
-# %% ../nbs/00_shards.ipynb #189b572e
+# %% ../nbs/00_shards.ipynb #171ceb0a
 class _File:
     "A regular file, read by position."
+    fd = -1
     def __init__(self, path):
-        self.path, self.fd = Path(path), -1
+        self.path = Path(path)
         try:
             if not stat.S_ISREG(os.stat(path).st_mode): raise ShardError(path, 0, 'expected a regular file')  # a FIFO would hang
             self.fd = os.open(path, os.O_RDONLY)
@@ -70,8 +71,8 @@ class _File:
         self.into(offset, out)
         return out.tobytes()
 
-    def close(self):
-        if self.fd >= 0: os.close(self.fd)
+    def close(self, close=os.close):                # bound here: at the interpreter's end `os` may be gone already
+        if self.fd >= 0: close(self.fd)
         self.fd = -1
 
     __del__ = close
