@@ -6,10 +6,11 @@
 __all__ = ['DEFINITIONS', 'KINDS', 'SEVERE', 'BLOCK', 'EXACT', 'REACH', 'GRAVITY', 'ASSETS', 'ema_before', 'jumps', 'jump_step',
            'pinned', 'cliff_step', 'Rules', 'band', 'Excursion', 'excursions', 'judge', 'shifts', 'slow_rise',
            'plateau', 'Explanation', 'Event', 'segment_events', 'grad_outliers', 'spike_score', 'scores', 'Lead',
-           'boundary_fit', 'explain', 'advise', 'Diagnosis', 'diagnose', 'verdict', 'thin', 'plot_text', 'render',
-           'to_html', 'RuleReplay', 'ReplayTable', 'replay_log', 'render_replay', 'replay_html', 'Diff', 'diff']
+           'boundary_fit', 'explain', 'advise', 'Diagnosis', 'diagnose', 'watch', 'verdict', 'thin', 'plot_text',
+           'render', 'to_html', 'RuleReplay', 'ReplayTable', 'replay_log', 'render_replay', 'replay_html', 'Diff',
+           'diff']
 
-# %% ../nbs/31_diagnose.ipynb #1e838c99
+# %% ../nbs/31_diagnose.ipynb #ee643a5a
 import html
 import json
 import math
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from .guards import RULES, replay
 from .peek import visible
-from .runlog import RunLog, applied_mask, raw_lines, read_log
+from .runlog import RunLog, applied_mask, follow, raw_lines, read_log
 from .shards import UserError
 
 # %% ../nbs/31_diagnose.ipynb #debae689
@@ -74,7 +75,7 @@ def cliff_step(loss, decision=None, step=None, ratio: float = 1.5) -> int | None
         if pinned(loss, t) and pinned(loss, t, after=(1, 49)) is not False: return int(t if step is None else np.asarray(step)[t])
     return None
 
-# %% ../nbs/31_diagnose.ipynb #a4358ecd
+# %% ../nbs/31_diagnose.ipynb #02dff8d3
 DEFINITIONS = {
     'outlier': 'one row far above the band of the rows before it, and the next rows back inside',
     'recovered spike': 'more than one row above the band, and afterwards the level of before',
@@ -85,8 +86,10 @@ DEFINITIONS = {
     'plateau': 'stops falling although the trend before promised more, and the learning rate is not gone',
     'guard freeze': 'from some step on (nearly) every update is skipped or zero: the loss is that of a model that stands still',
     'data shift': 'the training loss steps, up or down, while the evaluations do not; or the losses of the domains part; or the batches are made of other domains from that step on',
-    'nan': 'the loss is not finite'}
-KINDS = tuple(DEFINITIONS)
+    'nan': 'the loss is not finite',
+    'rate bump': 'follows the learning rate up and comes back, as after a warm restart: no trouble',
+    'step down': 'a step downward that stays, with nothing beside it that says why: an epoch, a schedule, easier data'}
+KINDS = tuple(DEFINITIONS)[:10]
 SEVERE = {'bad spike', 'level shift', 'slow divergence', 'warm-up blow-up', 'guard freeze', 'data shift', 'nan'}
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Rules:
     grad_z: float = 9.0             # gradient norms, on a log scale
     grad_ratio: float = 4.0
 
-# %% ../nbs/31_diagnose.ipynb #934778af
+# %% ../nbs/31_diagnose.ipynb #b488d007
 BLOCK, EXACT = 16, 512
 REACH = 2.33                        # a standard normal goes this far one time in a hundred
 
@@ -127,7 +130,7 @@ def band(y: np.ndarray, hole: np.ndarray | None = None) -> tuple[np.ndarray, np.
         s = _noise(d) * (1 + 4 / len(w))
         if i >= 128:
             blocks = y[i - 128:i].reshape(8, BLOCK)
-            s = max(0.5 * s, float(np.partition(blocks.max(1) - np.median(blocks, axis=1), -2)[-2]) / 2.15)
+            s = max(0.5 * s, float(np.partition(blocks.max(1) - np.median(blocks, axis=1), -4)[-4]) / 1.85)
         sigma[i] = max(s, (0.003 if len(w) >= 12 else 0.02) * abs(base[i]))
     if n <= EXACT: return base, sigma
     blocks = y[:n // BLOCK * BLOCK].reshape(-1, BLOCK)
@@ -205,7 +208,7 @@ def _merge_close(found, y):
         else: out.append(e)
     return out
 
-# %% ../nbs/31_diagnose.ipynb #f917953a
+# %% ../nbs/31_diagnose.ipynb #316e32e1
 def _promise(y: np.ndarray, step: np.ndarray, onset: int):
     """What the rows before `onset` promise for later: a function of rows -> expected loss. Straight in log(step), four fifths
     as steep as it was (losses flatten), never upward."""
@@ -238,21 +241,20 @@ def judge(found: list[Excursion], y: np.ndarray, step: np.ndarray, rules: Rules)
         if len(later) < 20: later = np.arange(len(y))[e.onset + (len(y) - e.onset) // 2:] if e.end is None else later[:0]
         held = float(np.median(y[later] - promise(later)) / height) if len(later) and height > 0 else 0.0
         first = e.onset + 50 if e.end is None or e.end > e.onset + 50 else e.end
-        # the smallest offset of those that can be measured after it: a slow recovery is a recovery too
-        windows = [np.arange(first + a, min(first + b, until)) for a, b in ((0, 100), (100, 300), (300, 1000))]
-        windows = [w for w in windows if len(w) >= 20] or [np.arange(len(y))[first:until][-20:]]
-        offsets = [(float(np.median(y[w] - promise(w))), len(w)) for w in windows if len(w)] or [(0.0, 1)]
-        offset, n = min(offsets)
+        # settled above the level of before, as it was: a run that goes on falling below it has recovered
+        tail = y[first:min(first + 300, until)] if len(y) > first else y[-1:]
+        if len(tail) < 20: tail = y[first:until][-20:] if until > first else y[-1:]
+        offset, late, n = float(np.median(tail)) - level, float(np.median(tail[len(tail) // 2:])) - level, len(tail)
         error = _error(y, e, n)
         e.after, e.offset_z = level + offset, offset / error
-        stays = n >= 20 and offset > max(rules.offset_z * error * (2 if e.rows <= 1 else 1), rules.offset * abs(level), 0.02 * height)
+        stays = n >= 20 and late > 0.4 * offset and offset > max(rules.offset_z * error * (2 if e.rows <= 1 else 1), rules.offset * abs(level), 0.02 * height)
         if held >= rules.settled and (e.end is None or e.end - e.onset >= 50): e.kind, e.after = 'level shift', float(np.median(y[later]))
         elif stays: e.kind = 'bad spike'
         elif e.end is None and len(y) - e.onset < 20 and e.rows >= 3 and held >= rules.settled: e.kind = 'level shift'
         else: e.kind = 'outlier' if e.rows <= 1 else 'recovered spike'
     return found
 
-# %% ../nbs/31_diagnose.ipynb #f165e9b2
+# %% ../nbs/31_diagnose.ipynb #049a33a6
 def shifts(y: np.ndarray, taken: np.ndarray, rules: Rules) -> list[tuple[int, float, float, float, float]]:
     """(row, level before, level after, z, share that happened at once) of persistent steps in y (n,), up or down.
     `taken` (n,) marks rows of excursions, which are left out."""
@@ -273,7 +275,7 @@ def shifts(y: np.ndarray, taken: np.ndarray, rules: Rules) -> list[tuple[int, fl
         j = np.arange(k, len(m) - k + 1)
         d = (sums[j + k] - 2 * sums[j] + sums[j - k]) / k
         late = d[len(d) // 4:]
-        noise = max(2 * jitter * math.sqrt(2 / k), 1.4826 * float(np.median(np.abs(late - np.median(late)))), 1e-4 * abs(float(np.median(m))))
+        noise = max(2 * jitter * math.sqrt(2 / k), 1.4826 * float(np.median(np.abs(late - np.median(late)))), 1e-4 * abs(float(np.median(m))), 1e-12)
         z = d / noise
         z_up = np.where(d > rules.shift * np.abs(m[j - 1]), z, 0)
         drift = np.r_[np.full(k, np.inf), np.abs(d[:-k])] if len(d) > k else np.full(len(d), np.inf)      # what the windows before it did
@@ -294,7 +296,7 @@ def shifts(y: np.ndarray, taken: np.ndarray, rules: Rules) -> list[tuple[int, fl
         out.append((at, float(before), float(after), z, float(near)))
     return sorted(out)
 
-# %% ../nbs/31_diagnose.ipynb #0a5b0023
+# %% ../nbs/31_diagnose.ipynb #f5685d15
 def _bins(y, most=128):
     size = max(4, -(-len(y) // most))
     cut = [y[i:i + size] for i in range(0, len(y), size)] if len(y) < 1 << 17 else np.array_split(y, most)
@@ -304,16 +306,18 @@ def slow_rise(y: np.ndarray, rules: Rules) -> tuple[int, int, float, float] | No
     "(first row, last row, lowest level, highest level after it) of the largest rise without a step, or None."
     if len(y) < 64: return None
     c, size = _bins(y)
+    raw = np.diff(c)
+    if len(c) >= 40: c = np.r_[c[:2], np.median(np.lib.stride_tricks.sliding_window_view(c, 5), axis=1), c[-2:]]
     low = np.minimum.accumulate(c)
     j = int(np.argmax(c - low))
     start = int(np.argmin(c[:j + 1]))
     rise = c[j] - c[start]
-    sigma = 1.4826 * np.median(np.abs(np.diff(c) - np.median(np.diff(c)))) / math.sqrt(2)
+    sigma = 1.4826 * np.median(np.abs(raw - np.median(raw))) / math.sqrt(2) * (0.6 if len(c) >= 40 else 1)
     part = np.diff(c[start:j + 1])
-    if rise < max(rules.diverge * abs(c[start]), rules.diverge_z * sigma) or len(part) < 3: return None
-    if part.max() > 0.6 * rise or -part[part < 0].sum() > 0.5 * part[part > 0].sum(): return None
+    if rise < max(rules.diverge * abs(c[start]), rules.diverge_z * sigma) or len(part) < 4: return None
+    if (part[:-1] + part[1:]).max() > 0.6 * rise or -part[part < 0].sum() > 0.5 * part[part > 0].sum(): return None
     lowest = start
-    while start + 1 < j and c[start + 1] < c[lowest] + max(0.03 * rise, 2 * sigma): start += 1             # where it leaves the floor
+    while start + 1 < j and c[start + 1] < c[lowest] + max(0.02 * rise, 1.5 * sigma): start += 1             # where it leaves the floor
     return int(start * size), int(min((j + 1) * size, len(y)) - 1), float(c[lowest]), float(c[j])
 
 def plateau(y: np.ndarray, step: np.ndarray, rules: Rules) -> tuple[int, float, float] | None:
@@ -396,7 +400,7 @@ class Event:
         d['tests'] = [{'tells': t, 'command': c} for t, c in self.tests]
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in d.items()}
 
-# %% ../nbs/31_diagnose.ipynb #e808e29e
+# %% ../nbs/31_diagnose.ipynb #9667863f
 def _confidence(z: float, rows_after: int, gap: bool, clear: float = 1.0) -> float:
     c = (1 - math.exp(-z / 5)) * (1 - math.exp(-(rows_after + 2) / 8)) * (0.7 if gap else 1) * clear
     return round(min(0.99, max(0.05, c)), 2)
@@ -407,12 +411,12 @@ def _in_warmup(log: RunLog, row: int, rows: np.ndarray) -> str | None:
         lr = log.lr[rows]
         at = int(np.searchsorted(rows, row))
         if np.isfinite(lr).sum() > 10 and np.isfinite(lr[min(at, len(lr) - 1)]):
-            top = np.nanmax(lr[:at + 1])
-            first = lr[np.isfinite(lr)][0]
-            ahead = lr[at:at + 20][np.isfinite(lr[at:at + 20])]
-            rising = len(ahead) > 1 and ahead[-1] > ahead[0] * 1.0001
-            reached = int(np.nanargmax(np.where(np.isfinite(lr), lr, -1)))
-            if first < 0.5 * top and (rising or at <= reached + max(20, 0.2 * reached)):
+            calm = lr[:max(2, at - 8)]                                   # a jump of the rate at the event itself is no warm-up
+            calm = calm[np.isfinite(calm)]
+            if len(calm) < 2: return None
+            reached = int(np.argmax(calm >= 0.999 * calm.max()))
+            rising = reached >= len(calm) - 20 and calm[-1] > calm[len(calm) // 2] * 1.0001
+            if calm[0] < 0.5 * calm.max() and at <= reached + max(28, 0.2 * reached):
                 return f'the learning rate was {"still rising" if rising else "just at its peak"} ({lr[at]:.2g} at step {log.step[row]:,})'
             return None
     n = log.step[row] - log.step[rows[0]]
@@ -485,7 +489,7 @@ def _domains_part(log: RunLog, row: int, width: int = 32) -> tuple[bool, str] | 
     part = most - least > 6 * math.hypot(n1, n2) and most - least > 0.02 * abs(np.nanmedian(log.loss[row:row + width])) and (least < 0.25 * most or most < 0.25 * least)
     return bool(part), f'{visible(up)} changed by {most:+.3f}, {visible(down)} by {least:+.3f}'
 
-# %% ../nbs/31_diagnose.ipynb #51960b18
+# %% ../nbs/31_diagnose.ipynb #1f92b69a
 def segment_events(log: RunLog, k: int, rules: Rules) -> list[Event]:
     "The events whose onset lies in segment k of the log, judged with the rows that led to it."
     rows, seg = log.history(k), log.segments[k]
@@ -566,12 +570,15 @@ def _freeze(log, k, a, b, what, events):
 def _relabel(log, e, rows, rules):
     "Warm-up blow-up and data shift are the same curves with something beside them."
     e.line = int(log.line[e.row])
-    if e.kind in ('level shift', 'bad spike', 'slow divergence', 'nan') and (math.isnan(e.after) or e.after >= e.before) and (why := _in_warmup(log, e.row, rows)):
+    if e.kind in ('level shift', 'bad spike', 'slow divergence', 'nan') and not e.peak <= e.before and (why := _in_warmup(log, e.row, rows)):
         if e.kind != 'nan' or e.ends is None:
             e.facts.append(why)
             e.facts.append(f'its curve is that of a {e.kind}')
             e.kind = 'warm-up blow-up'
             return
+    if e.kind in ('level shift', 'bad spike', 'slow divergence', 'recovered spike') and (bump := _rate_bump(log, e, rows)):
+        e.kind, e.facts = 'rate bump', [*e.facts, bump]
+    if e.kind == 'bad spike' and (mix := _mix_change(log, e.row)) and mix[0] > 0.3: e.kind = 'level shift'
     if e.kind != 'level shift': return
     mix, evals, parts = _mix_change(log, e.row), _eval_change(log, e.row, e.after - e.before, e.segment), _domains_part(log, e.row)
     if (mix and mix[0] > 0.3) or (evals and evals[0]) or (parts and parts[0]):
@@ -579,6 +586,22 @@ def _relabel(log, e, rows, rules):
         for fact, counts in ((mix, mix and mix[0] > 0.3), (evals, True), (parts, parts and parts[0])):
             if fact and counts: e.facts.append(fact[1])
     elif e.after < e.before: e.kind = 'step down'
+
+def _rate_bump(log, e, rows) -> str | None:
+    "A sentence if the learning rate rose before the loss did, and the loss came back below: what a warm restart looks like."
+    if log.lr is None: return None
+    at = int(np.searchsorted(rows, e.row))
+    lr = log.lr[rows[max(0, at - 120):at + 5]]
+    lr = lr[np.isfinite(lr) & (lr > 0)]
+    if len(lr) < 10 or at < 120: return None
+    low = int(np.argmin(lr))
+    if lr[low:].max() < 1.3 * lr[low]: return None
+    later = log.loss[rows[at:]]
+    later = later[np.isfinite(later)]
+    if len(later) < 2 * BLOCK: return None
+    lowest = np.median(later[:len(later) // BLOCK * BLOCK].reshape(-1, BLOCK), axis=1).min()
+    if lowest > e.before * 1.002: return None
+    return f'the learning rate rose from {lr[low]:.2g} to {lr[low:].max():.2g} just before, and the loss came back to {lowest:.3f}'
 
 def _unique(events):
     """One event for one thing: of two severe ones within 20 rows the better-known kind stays, and a NaN that comes while
@@ -707,7 +730,7 @@ def _worst_nan(log, row, width=50):
     near = log.nonfinite[row:row + width]
     return int(np.argmax(near)) if near.any() else None
 
-# %% ../nbs/31_diagnose.ipynb #e50eda46
+# %% ../nbs/31_diagnose.ipynb #4e8cb61d
 def explain(log: RunLog, e: Event, events: list[Event], shard_tokens=None, tokens_per_step=None) -> list[Explanation]:
     "The explanations that an engineer would think of, ranked by the evidence in this log."
     data, unstable = Explanation('the data changed: a domain or shard boundary'), Explanation('an unstable update: learning rate, curvature, growing attention logits')
@@ -776,7 +799,7 @@ def _data_evidence(log, e, events, data, unstable, add, shard_tokens, tokens_per
         chance = min(1.0, len(starts) * (2 * tolerance + 1) / steps)
         side = 'inside' if off == 0 else f'{abs(off):,} steps {"before" if off > 0 else "after"}'
         where = f'a boundary of {shard_tokens:,.0f}-token shards read from step {start:,} on falls {side} it (one every {steps:,.1f} steps)'
-        if abs(off) <= tolerance: add(data, 2.5 if chance < 0.05 else 1.0, f'{where}; by chance {chance:.0%}')
+        if abs(off) <= tolerance: add(data, 2.5 if chance < 0.05 else 1.0, f'{where}; by chance in {chance:.0%} of cases')
         else: add(data, -1.5, where)
     else: missing.append('tokens a step and --shard-tokens' if not per else '--shard-tokens')
     twins = [o for o in events if o is not e and o.signal == 'loss' and o.segment != e.segment and o.severe and abs(o.onset - e.onset) <= 2 * log.interval]
@@ -846,7 +869,7 @@ def advise(log: RunLog, e: Event) -> None:
     elif e.kind == 'outlier': e.mend = ['nothing to do']
     elif e.kind == 'plateau': e.mend = ['check that updates are applied and the learning rate is what you think; then data and size']
 
-# %% ../nbs/31_diagnose.ipynb #3363d6f3
+# %% ../nbs/31_diagnose.ipynb #3168252c
 @dataclass
 class Diagnosis:
     "What happened in one log. `events` in order of training, the severe ones first in `verdict`."
@@ -882,7 +905,7 @@ def diagnose(log, shard_tokens: float | None = None, tokens_per_step: float | No
     events += [g for g in grad_outliers(log, rules) if not any(e.signal == 'loss' and abs(e.row - g.row) <= 8 for e in events)]
     events = _limit(sorted(events, key=lambda e: e.row))
     for e in events:
-        if e.severe or e.kind in ('recovered spike', 'plateau', 'step down') or len(events) <= 20:
+        if e.severe or e.kind in ('recovered spike', 'plateau', 'rate bump', 'step down') or len(events) <= 20:
             e.explanations = explain(log, e, events, shard_tokens, tokens_per_step) if e.signal == 'loss' else []
             advise(log, e)
     return Diagnosis(log, events, scores(log), verdict(log, events))
@@ -894,8 +917,19 @@ def _limit(events, most: int = 200):
     kept = {id(e) for e in minor} | {id(e) for e in [x for x in events if x.severe][:most]}
     return [e for e in events if id(e) in kept]
 
-# %% ../nbs/31_diagnose.ipynb #df7f89dc
-GRAVITY = ('guard freeze', 'nan', 'warm-up blow-up', 'level shift', 'data shift', 'slow divergence', 'bad spike', 'plateau', 'recovered spike', 'step down', 'outlier')
+# %% ../nbs/31_diagnose.ipynb #6b9c84f1
+def watch(path, every: float = 2.0, until=None, mapping=None, **options):
+    """Yield (Diagnosis, [events that were not there before]) each time the log at `path` has grown. An event counts as known
+    once its kind was reported within 20 rows of it: its end and heights may still change."""
+    known = []
+    for log in follow(path, mapping, every, until):
+        d = diagnose(log, **options)
+        new = [e for e in d.events if not any(e.kind == k and e.signal == s and abs(e.row - r) <= 20 for k, s, r in known)]
+        known += [(e.kind, e.signal, e.row) for e in new]
+        yield d, new
+
+# %% ../nbs/31_diagnose.ipynb #e232a4f2
+GRAVITY = ('guard freeze', 'nan', 'warm-up blow-up', 'level shift', 'data shift', 'slow divergence', 'bad spike', 'plateau', 'recovered spike', 'rate bump', 'step down', 'outlier')
 
 def _say_event(log: RunLog, e: Event) -> str:
     "One event in one or two sentences, facts only."
@@ -908,6 +942,7 @@ def _say_event(log: RunLog, e: Event) -> str:
     cliff = e.before > 0 and e.after > 1.5 * e.before
     if e.kind == 'level shift': return f'A {"cliff" if cliff else "level shift"} at {at}: the loss went from {n} to {e.after:.3f} and stayed there {last}.'
     if e.kind == 'data shift': return f'A data shift at {at}: the training loss went from {n} to {e.after:.3f} {last}. ' + '; '.join(e.facts[:1]).capitalize() + '.'
+    if e.kind == 'rate bump': return f'The loss followed the learning rate up at {at} and came back: {n} -> {e.peak:.3f}.'
     if e.kind == 'step down': return f'The loss stepped down at {at}: {n} -> {e.after:.3f}.'
     if e.kind == 'slow divergence': return f'A slow divergence from {at}: {n} rising to {e.peak:.3f} {last}, without a step.'
     if e.kind == 'warm-up blow-up': return f'A blow-up in the warm-up at {at}: {n} -> ' + (f'{e.after:.3f}' if math.isfinite(e.after) else 'not finite') + f', {last}.'
@@ -934,7 +969,7 @@ def verdict(log: RunLog, events: list[Event]) -> str:
     severe = [e for e in events if e.severe]
     loss = [e for e in events if e.signal == 'loss']
     if not severe:
-        minor = [f'{n} {k}{"s" if n > 1 and k != "step down" else ""}' for k in ('recovered spike', 'outlier', 'plateau', 'step down') if (n := sum(e.kind == k for e in loss))]
+        minor = [f'{n} {k}{"s" if n > 1 else ""}' for k in ('recovered spike', 'outlier', 'plateau', 'rate bump', 'step down') if (n := sum(e.kind == k for e in loss))]
         grads = [e for e in events if e.signal == 'grad_norm']
         if grads: minor.append(f'{len(grads)} isolated gradient-norm outlier{"s" if len(grads) > 1 else ""} (step{"s" if len(grads) > 1 else ""} {", ".join(format(e.onset, ",") for e in grads[:4])}) that moved nothing')
         main = next((e for e in loss if e.kind in ('plateau', 'recovered spike')), None)
@@ -1045,7 +1080,7 @@ def _render_event(e, log, console, say):
     for m in e.mend: say(f'  mend: {m}')
     for system, text in e.skip_ranges.items(): say(f'    {system}: {text if len(text) < 200 else text[:197] + "..."}')
 
-# %% ../nbs/31_diagnose.ipynb #29776921
+# %% ../nbs/31_diagnose.ipynb #708b4041
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../shohin/assets')
 
 def _svg(log: RunLog, events: list[Event], width: int = 800, height: int = 260) -> str:
@@ -1076,11 +1111,11 @@ def to_html(d: Diagnosis) -> str:
     esc = lambda text: html.escape(visible(str(text)), quote=True)
     number = lambda x: f'{x:.3f}' if math.isfinite(x) else '&ndash;'
     severe = [e for e in d.events if e.severe]
-    letter = {id(e): chr(65 + i) for i, e in enumerate(severe[:20])}
-    rows = ''.join(f'<tr><th scope="row">{letter.get(id(e), "")} {esc(e.kind)}{" (gradient norm)" if e.signal == "grad_norm" else ""}</th><td>{e.onset:,}</td><td>{number(e.before)}</td><td>{number(e.peak)}</td><td>{number(e.after)}</td>'
+    letter = {id(e): f'{chr(65 + i)} · ' for i, e in enumerate(severe[:20])}
+    rows = ''.join(f'<tr><th scope="row">{letter.get(id(e), "")}{esc(e.kind)}{" (gradient norm)" if e.signal == "grad_norm" else ""}</th><td>{e.onset:,}</td><td>{number(e.before)}</td><td>{number(e.peak)}</td><td>{number(e.after)}</td>'
                    f'<td>{"to the end" if e.duration is None else format(e.duration, ",")}</td><td>{e.confidence:.0%}</td><td>{e.line:,}</td></tr>' for e in d.events[:200])
     table = ('<div class="scroll" tabindex="0" role="region" aria-label="Events"><table><caption>Events, in the order of the log</caption><thead><tr>' + ''.join(f'<th scope="col">{h}</th>' for h in ('Event', 'Step', 'Before', 'Peak', 'After', 'Steps', 'Sure', 'Line')) + f'</tr></thead><tbody>{rows}</tbody></table></div>') if rows else '<p>No event.</p>'
-    parts = [f'<section><h2>{letter.get(id(e), "")} {esc(e.kind).capitalize()} at step {e.onset:,}</h2><p>{esc(_say_event(d.log, e))}</p>' + _html_event(e, esc) + '</section>' for e in (severe or [e for e in d.events if e.explanations][:3])[:20]]
+    parts = [f'<section><h2>{letter.get(id(e), "")}{esc(e.kind).capitalize()} at step {e.onset:,}</h2><p>{esc(_say_event(d.log, e))}</p>' + _html_event(e, esc) + '</section>' for e in (severe or [e for e in d.events if e.explanations][:3])[:20]]
     kinds = dict.fromkeys(e.kind for e in d.events)
     scored = ''.join(f'<li>{esc(k)}: {v:g} %</li>' for k, v in d.scores.items() if v is not None)
     notes = ''.join(f'<li>{esc(n)}</li>' for n in d.log.notes)
@@ -1090,10 +1125,10 @@ def to_html(d: Diagnosis) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <title>Diagnosis of {title} · shohin</title><style>{css}
-svg.loss {{ width: 100%; height: auto; display: block; }} .scroll {{ overflow-x: auto; }} .verdict {{ font-weight: 600; }} .for::marker {{ content: "+ "; }} .against::marker {{ content: "\\2212 "; }}
+svg.loss {{ width: 100%; height: auto; display: block; }} .scroll {{ overflow-x: auto; }} .said {{ font-weight: 600; }} .for::marker {{ content: "+ "; }} .against::marker {{ content: "\\2212 "; }}
 </style></head><body><a class="skip" href="#main">Skip to the text</a><header class="site">shohin <span class="muted">diagnosis</span></header><main id="main" tabindex="-1">
 <h1>{title}</h1><p class="muted">{esc(d.log.format)}, {len(d.log):,} rows, steps {d.log.step.min():,} to {d.log.step.max():,}; columns: {esc(", ".join(d.log.columns))}</p>
-<p class="verdict">{esc(d.verdict)}</p><figure>{_svg(d.log, d.events)}<figcaption>Training loss: median and range of 400 stretches{"; the first steps are cut off above" if len(d.log) > 400 else ""}. Letters mark severe events.</figcaption></figure>
+<p class="said">{esc(d.verdict)}</p><figure>{_svg(d.log, d.events)}<figcaption>Training loss: median and range of 400 stretches{"; the first steps are cut off above" if len(d.log) > 400 else ""}. Letters mark severe events.</figcaption></figure>
 {table}{''.join(parts)}
 <section><h2>Definitions</h2><dl>{''.join(f"<dt>{esc(k)}</dt><dd>{esc(DEFINITIONS.get(k, ''))}</dd>" for k in kinds if k in DEFINITIONS)}</dl>{f"<h3>Spike scores</h3><ul>{scored}</ul>" if scored else ""}</section>
 <section><h2>How the log was read</h2><ul>{notes or "<li>Nothing was guessed or passed over.</li>"}</ul></section>
@@ -1111,7 +1146,7 @@ def _html_event(e: Event, esc) -> str:
     if e.mend: out += '<h3>Mend</h3><ul>' + ''.join(f'<li>{esc(m)}</li>' for m in e.mend) + ''.join(f'<li>{esc(s)}: <code>{esc(t)}</code></li>' for s, t in e.skip_ranges.items()) + '</ul>'
     return out
 
-# %% ../nbs/31_diagnose.ipynb #fe34d685
+# %% ../nbs/31_diagnose.ipynb #9c8b9032
 @dataclass
 class RuleReplay:
     "One rule on one trace. Steps are the log's."
@@ -1147,7 +1182,7 @@ def replay_log(log, rules: dict | None = None, diagnosis: Diagnosis | None = Non
     longest. `log`: path, RunLog. At most the last `most` rows: these rules go step by step."""
     log = read_log(log) if not isinstance(log, RunLog) else log
     d = diagnosis or diagnose(log)
-    loss_events = [e for e in d.events if e.signal == 'loss' and e.kind not in ('plateau', 'step down')]
+    loss_events = [e for e in d.events if e.signal == 'loss' and e.kind not in ('plateau', 'step down', 'rate bump')]
     worst = min((e for e in loss_events if e.severe), key=lambda e: (GRAVITY.index(e.kind), e.row), default=None)
     k = worst.segment if worst else max(range(len(log.segments)), key=lambda i: log.segments[i].stop)
     rows = log.history(k, most=1 << 40)
@@ -1183,7 +1218,7 @@ def _replay_one(label, spec, log, rows, loss, grad, events) -> RuleReplay:
     return RuleReplay(label, len(refused), len(fired) - len(np.intersect1d(fired, refused)), int((~near[fired]).sum()) if len(fired) else 0, caught, missed,
                       None if freeze is None else int(log.step[rows[freeze]]), r.stop, log.step[rows[fired]])
 
-# %% ../nbs/31_diagnose.ipynb #24487d72
+# %% ../nbs/31_diagnose.ipynb #14117191
 def render_replay(t: ReplayTable, width: int = 100, color: bool = True) -> str:
     "Table and picture: below the loss a line for each rule, x where it fired, # where it fired on more than half the rows."
     import io
@@ -1212,7 +1247,7 @@ def _strip(steps, fired, columns) -> str:
 def replay_html(t: ReplayTable) -> str:
     "The table and the picture as one self-contained page."
     esc = lambda x: html.escape(visible(str(x)), quote=True)
-    rows = ''.join(f'<tr><th scope="row">{esc(r.rule)}</th><td>{r.refused:,}</td><td>{r.clipped:,}</td><td>{r.false_alarms:,}</td><td>{esc(", ".join(r.caught) or "-")}</td><td>{esc(", ".join(r.missed) or "-")}</td><td>{"-" if r.freezes is None else format(r.freezes, ",")}</td></tr>' for r in t.rules)
+    rows = ''.join(f'<tr><th scope="row">{esc(r.rule)}</th><td>{r.refused:,}</td><td>{r.clipped:,}</td><td>{r.false_alarms:,}</td><td>{len(r.caught)}</td><td>{len(r.missed)}</td><td>{"-" if r.freezes is None else format(r.freezes, ",")}</td></tr>' for r in t.rules)
     first, last, height = int(t.steps[0]), int(t.steps[-1]), 20
     x = lambda s: 220 + (s - first) / max(1, last - first) * 570
     strips = ''

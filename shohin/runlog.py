@@ -1002,7 +1002,7 @@ def _kinds(log, cuts, run) -> list[Segment]:
         out.append(Segment(number_, a, b, kind, came if kind == 'restart' else None))
     return out
 
-# %% ../nbs/30_runlog.ipynb #0ac7aa81
+# %% ../nbs/30_runlog.ipynb #1cd6d00e
 def _values(log: RunLog, rows, notes):
     "From inf-means-not-finite to nan and a mask; a loss that is missing where it never is counts as not finite."
     loss = log.loss
@@ -1035,7 +1035,8 @@ def _stale(log: RunLog, notes):
     if g is None or len(g) < 3: log.grad_norm = g if g is None else np.where(np.isinf(g), np.nan, g); return
     digits = np.array([len(f'{x:.6g}'.replace('.', '').strip('0')) for x in g[np.isfinite(g)][:200]])
     same = np.r_[False, (g[1:] == g[:-1]) & np.isfinite(g[1:]) & (g[1:] != 0)]
-    sure = same & (log.skipped > 0) if log.skipped is not None else np.zeros(len(g), bool)
+    sure = np.zeros(len(g), bool)
+    if len(digits) and np.median(digits) >= 3 and log.skipped is not None: sure |= same & (log.skipped > 0)
     if len(digits) and np.median(digits) >= 5: sure |= same          # five digits do not repeat by chance
     log.grad_norm = np.where(sure | np.isinf(g), np.nan, g)
     if sure.any():

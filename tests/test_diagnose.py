@@ -307,6 +307,19 @@ def test_degenerate_logs_get_a_verdict(text, tmp_path):
     replay_log(d.log, diagnosis=d)
 
 
+def test_watching_a_log_that_grows_tells_each_event_once(tmp_path):
+    lines, path, told = seed_trace().splitlines(True), tmp_path/'log', []
+    path.write_text(''.join(lines[:200]))
+    feed = iter(range(200, len(lines), 60))
+    def until():                                                 # between two looks at the file, sixty lines are written
+        k = next(feed, None)
+        if k is not None:
+            with open(path, 'a') as f: f.writelines(lines[k:k + 60])
+        return k is None
+    for d, new in watch(path, every=0, until=until): told += [(e.kind, e.onset) for e in new if e.severe]
+    assert told in ([('guard freeze', 6382)], [('level shift', 6382), ('guard freeze', 6382)]) and len(d.log) == len(lines)
+
+
 def test_bad_arguments(tmp_path):
     path = log_of(tmp_path, 'step 1 loss 2.5\n')
     with pytest.raises(UserError, match='shard_tokens must be more than 0'): diagnose(path, shard_tokens=-1)
