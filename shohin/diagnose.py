@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['DEFINITIONS', 'KINDS', 'SEVERE', 'BLOCK', 'EXACT', 'REACH', 'GRAVITY', 'ASSETS', 'ema_before', 'jumps', 'jump_step',
            'pinned', 'cliff_step', 'Rules', 'band', 'Excursion', 'excursions', 'judge', 'shifts', 'slow_rise',
-           'plateau', 'Explanation', 'Event', 'segment_events', 'grad_outliers', 'spike_score', 'scores', 'Lead',
-           'boundary_fit', 'explain', 'advise', 'Diagnosis', 'diagnose', 'watch', 'verdict', 'thin', 'plot_text',
-           'render', 'to_html', 'RuleReplay', 'ReplayTable', 'replay_log', 'render_replay', 'replay_html', 'Diff',
-           'diff']
+           'plateau', 'Explanation', 'Event', 'few_rows', 'segment_events', 'grad_outliers', 'spike_score', 'scores',
+           'Lead', 'boundary_fit', 'explain', 'advise', 'Diagnosis', 'diagnose', 'watch', 'verdict', 'thin',
+           'plot_text', 'render', 'to_html', 'RuleReplay', 'ReplayTable', 'replay_log', 'render_replay', 'replay_html',
+           'Diff', 'diff']
 
 # %% ../nbs/31_diagnose.ipynb #ee643a5a
 import html
@@ -442,13 +442,17 @@ def _freezes(log: RunLog, own: np.ndarray, rules: Rules) -> list[tuple[int, int,
             if b - a >= rules.frozen and still[own[a:b]].mean() >= 0.9 and not any(a < y and x < b for x, y, _ in out): out.append((a, b, what))
     return [(int(own[a]), int(own[b - 1]) + 1, what) for a, b, what in sorted(out)]
 
-# %% ../nbs/31_diagnose.ipynb #adb4a923
+# %% ../nbs/31_diagnose.ipynb #361ed7d8
+def _start(log: RunLog, row: int) -> int:
+    "First row of the stretch that `row` is in: what stands before it in the file may belong to another run."
+    return max((s.start for s in log.segments if s.start <= row), default=0)
+
 def _mix_change(log: RunLog, row: int, width: int = 24) -> tuple[float, str] | None:
     "(total variation distance, sentence) between the domains of the batches before and from `row`."
     if not log.counts: return None
     names = list(log.counts)
     rows = np.stack([np.nan_to_num(log.counts[d]) for d in names])
-    a, b = rows[:, max(0, row - width):row].sum(1), rows[:, row:row + width].sum(1)
+    a, b = rows[:, max(_start(log, row), row - width):row].sum(1), rows[:, row:row + width].sum(1)
     if not a.sum() or not b.sum(): return None
     a, b = a / a.sum(), b / b.sum()
     say = lambda p: ' + '.join(f'{p[i]:.0%} {visible(names[i])}' for i in np.argsort(-p) if p[i] >= 0.005)
@@ -479,7 +483,7 @@ def _domains_part(log: RunLog, row: int, width: int = 32) -> tuple[bool, str] | 
     "(they part, sentence): the change of each domain's training loss at `row`."
     change = {}
     for name, v in log.domains.items():
-        a, b = v[max(0, row - 4 * width):row], v[row:row + 4 * width]
+        a, b = v[max(_start(log, row), row - 4 * width):row], v[row:row + 4 * width]
         a, b = a[np.isfinite(a)][-width:], b[np.isfinite(b)][:width]
         if len(a) >= 4 and len(b) >= 4:
             noise = 1.25 * max(_noise(np.diff(a)), 1e-3) * math.sqrt(2 / min(len(a), len(b)))
@@ -489,14 +493,33 @@ def _domains_part(log: RunLog, row: int, width: int = 32) -> tuple[bool, str] | 
     part = most - least > 6 * math.hypot(n1, n2) and most - least > 0.02 * abs(np.nanmedian(log.loss[row:row + width])) and (least < 0.25 * most or most < 0.25 * least)
     return bool(part), f'{visible(up)} changed by {most:+.3f}, {visible(down)} by {least:+.3f}'
 
-# %% ../nbs/31_diagnose.ipynb #1f92b69a
+# %% ../nbs/31_diagnose.ipynb #3de90f96
+def few_rows(y: np.ndarray, ratio: float = 1.5) -> tuple[int, int | None, str, float] | None:
+    "(onset, row where it ended, kind, level before) when a short y (n,) rises to `ratio` x its lowest so far; else None."
+    low = np.minimum.accumulate(y)
+    over = np.flatnonzero(y[1:] > ratio * low[:-1]) + 1
+    if not len(over) or not low[over[0] - 1] > 0: return None
+    t = int(over[0])
+    before = float(low[t - 1])
+    onset = t
+    while onset > 1 and y[onset - 1] > 1.05 * before: onset -= 1
+    peak = y[t:].max()
+    after = float(np.median(y[t + int(np.argmax(y[t:])) + 1:][-8:])) if np.argmax(y[t:]) < len(y) - t - 1 else float(y[-1])
+    back = np.flatnonzero(y[t:] < before + 0.25 * (peak - before))
+    end = t + int(back[0]) if len(back) else None
+    if after < 1.03 * before: kind = 'recovered spike'
+    elif end is not None: kind = 'bad spike'
+    else: kind = 'level shift' if t - onset <= 2 else 'slow divergence'
+    return onset, end, kind, before
+
+# %% ../nbs/31_diagnose.ipynb #d6eb7ec9
 def segment_events(log: RunLog, k: int, rules: Rules) -> list[Event]:
     "The events whose onset lies in segment k of the log, judged with the rows that led to it."
     rows, seg = log.history(k), log.segments[k]
     ok = np.isfinite(log.loss[rows])
     finite = rows[ok]
     events = _nan_events(log, k, rules)
-    if len(finite) < 3: return events
+    if len(finite) < 2: return events
     y, s = log.loss[finite], log.step[finite]
     hole = np.r_[False, np.diff(s) > 20 * log.interval]
     found = judge(excursions(y, hole, rules), y, s, rules)
@@ -531,6 +554,10 @@ def segment_events(log: RunLog, k: int, rules: Rules) -> list[Event]:
             ends = None if again > low + 0.5 * (high - low) else int(s[b])
             events.append(Event('slow divergence', int(s[a]), int(finite[a]), low, high, again, ends, _confidence(10 * (high - low) / abs(low) / rules.diverge, b - a, False, 0.9), segment=k, rows=int(b - a)))
     for a, b, what in _freezes(log, np.arange(seg.start, seg.stop), rules): _freeze(log, k, a, b, what, events)
+    if len(y) < 64 and not any(e.row >= seg.start for e in events if e.kind != 'nan') and (few := few_rows(y)) and finite[few[0]] >= seg.start:
+        t, end, kind, before = few
+        events.append(Event(kind, int(s[t]), int(finite[t]), before, float(y[t:].max()), float(np.median(y[end if end is not None else t:][-8:])), None if end is None else int(s[end]),
+                            min(0.5, _confidence(6, len(y) - t, bool(hole[t]))), segment=k, z=6.0, rows=(len(y) if end is None else end) - t))
     if not any(e.severe for e in events) and (flat := plateau(y, s, rules)) and finite[flat[0]] >= seg.start:
         a, level, promised = flat
         gone = log.lr is not None and np.isfinite(log.lr[finite[a:]]).any() and np.nanmedian(log.lr[finite[len(finite) - 1 - (len(finite) - a) // 2:]]) < 0.2 * np.nanmax(log.lr[rows])
@@ -661,7 +688,7 @@ def scores(log: RunLog) -> dict[str, float | None]:
             out[f'{signal}: {name}'] = round(100 * score, 4) if n else None
     return out
 
-# %% ../nbs/31_diagnose.ipynb #cefaf0c8
+# %% ../nbs/31_diagnose.ipynb #df2b5466
 @dataclass
 class Lead:
     "When a norm left its band around an event: `steps` before the onset (0: in the same row, negative: later), `peak` before the loss's highest, `times` its level by then."
@@ -674,7 +701,7 @@ def _lead(log: RunLog, e: Event, signal: str, reach: int = 30) -> Lead | bool | 
     "False when `signal` stayed in its band, None when the log cannot say (not logged, stale, too few rows)."
     x, row = getattr(log, signal), e.row
     if x is None: return None
-    lo, hi = max(0, row - 200), min(len(log), row + reach)
+    lo, hi = max(_start(log, row), row - 200), min(len(log), row + reach)
     v = np.log(np.where(x[lo:hi] > 0, x[lo:hi], np.nan))
     at = row - lo
     calm = v[:max(0, at - reach)]
@@ -695,7 +722,7 @@ def _lead(log: RunLog, e: Event, signal: str, reach: int = 30) -> Lead | bool | 
     level = limit - math.log(3) if len(calm) < 8 else float(np.median(calm))
     if first is None:                                              # a rise that was over before the loss moved
         lone = max(0, at - reach) + int(np.flatnonzero(out[max(0, at - reach):at])[-1])
-        alike = int((x[max(0, row - 500):lo + lone] > x[lo + lone] * 0.7).sum())
+        alike = int((x[max(_start(log, row), row - 500):lo + lone] > x[lo + lone] * 0.7).sum())
         return Lead(int(log.step[row] - log.step[lo + lone]), 0, float(np.exp(v[lone] - level)), alike)
     return Lead(int(log.step[row] - log.step[lo + first]), int(log.step[lo + highest] - log.step[lo + first]), float(np.exp(np.nanmax(v[first:max(first, highest) + 1]) - level)))
 
@@ -706,7 +733,7 @@ def boundary_fit(step: int, starts: list[int], shard_tokens: float, tokens_per_s
     per = shard_tokens / tokens_per_step
     return [(s, n, step - math.floor(s + n * per)) for s in starts if step > s for n in [max(1, round((step - s) / per))]]
 
-# %% ../nbs/31_diagnose.ipynb #0ba2b8c2
+# %% ../nbs/31_diagnose.ipynb #06c52cb4
 def _restart_before(log, e, within: int = 300):
     "(rows since, sentence) of the last restart before the event, by a step that went back or by words in the log."
     seg, best = log.segments[e.segment], None
@@ -718,7 +745,7 @@ def _restart_before(log, e, within: int = 300):
 def _lr_change(log, row):
     "(share by which the learning rate changed beyond its schedule within 20 rows, rising) or None."
     if log.lr is None: return None
-    v = log.lr[max(0, row - 40):row + 3]
+    v = log.lr[max(_start(log, row), row - 40):row + 3]
     v = v[np.isfinite(v) & (v > 0)]
     if len(v) < 10: return None
     d = np.diff(np.log(v))

@@ -21,6 +21,7 @@ from shohin.diagnose import (
     replay_log,
     segment_events,
     spike_score,
+    watch,
 )
 from shohin.runlog import from_columns, read_log
 from shohin.shards import UserError
@@ -316,8 +317,9 @@ def test_watching_a_log_that_grows_tells_each_event_once(tmp_path):
         if k is not None:
             with open(path, 'a') as f: f.writelines(lines[k:k + 60])
         return k is None
-    for d, new in watch(path, every=0, until=until): told += [(e.kind, e.onset) for e in new if e.severe]
-    assert told in ([('guard freeze', 6382)], [('level shift', 6382), ('guard freeze', 6382)]) and len(d.log) == len(lines)
+    looks = list(watch(path, every=0, until=until))
+    for _, new in looks: told += [(e.kind, e.onset) for e in new if e.severe]
+    assert told in ([('guard freeze', 6382)], [('level shift', 6382), ('guard freeze', 6382)]) and len(looks[-1][0].log) == len(lines)
 
 
 def test_bad_arguments(tmp_path):
