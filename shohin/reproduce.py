@@ -56,16 +56,17 @@ def run_notebook(name: str, params: dict, out: Path, tick=None) -> Path:
     progress.unlink(missing_ok=True)
     return out
 
-# %% ../nbs/43_reproduce.ipynb #a5c9fa62
+# %% ../nbs/43_reproduce.ipynb #3b164be4
 class Clock:
     "The time left for the runs going on, from the rate at which all have gone since the start."
-    def __init__(self, now=time.time): self.now, self.t0, self.first, self.steps = now, now(), {}, {}
+    def __init__(self, now=time.time): self.now, self.t0, self.first, self.steps = now, None, {}, {}
     def update(self, live):
+        if self.t0 is None and any(r["step"] > r["begin"] for r in live): self.t0 = self.now()      # building the corpus is no measure of a step
         for r in live:
             self.first.setdefault(r["name"], r["step"]); self.steps[r["name"]] = r["step"]
         done = sum(self.steps[n] - self.first[n] for n in self.steps)
         left = sum(r["steps"] - r["step"] for r in live)
-        dt = self.now() - self.t0
+        dt = self.now() - self.t0 if self.t0 is not None else 0.
         return None if not done or dt < 3 else left * dt / done
 
 def clock(seconds) -> str:
