@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['NAMES', 'RANK', 'COLUMNS', 'EVAL_WORDS', 'LOSS_WORDS', 'OTHER_EVAL', 'NOT_LOSS', 'DOMAIN', 'COUNTS', 'NAN', 'DIGITS',
            'VALUE', 'SUFFIX', 'NUMBER', 'SEPARATOR', 'ANSI', 'UNIT', 'EVAL_LINE', 'BAR', 'LEVANTER', 'DIALECTS',
-           'CLICHES', 'FACTS', 'HINT', 'BLOCK', 'MAX_TEXT', 'PHASE', 'RUN', 'DECISION', 'MAX_DOCUMENT', 'CHUNK', 'HEAD',
-           'MAX_LINE', 'FILES', 'classify', 'number', 'floats', 'explicit', 'scan', 'Rows', 'Shape', 'remark',
-           'TextReader', 'squash', 'applied_mask', 'RecordReader', 'JsonlReader', 'find_records', 'flat_objects',
-           'CsvReader', 'sniff_table', 'read_parquet', 'read_events', 'Series', 'Segment', 'RunLog', 'choose', 'build',
-           'from_columns', 'Lines', 'open_stream', 'detect', 'read_document', 'find_log', 'read_log', 'Follower',
-           'follow', 'raw_lines']
+           'CLICHES', 'FACTS', 'DIGIT', 'HINT', 'BLOCK', 'REMARKS', 'MAX_TEXT', 'PHASE', 'RUN', 'DECISION',
+           'MAX_DOCUMENT', 'CHUNK', 'HEAD', 'MAX_LINE', 'FILES', 'classify', 'number', 'floats', 'explicit', 'scan',
+           'Rows', 'Shape', 'remark', 'TextReader', 'squash', 'applied_mask', 'RecordReader', 'JsonlReader',
+           'find_records', 'flat_objects', 'CsvReader', 'sniff_table', 'read_parquet', 'read_events', 'Series',
+           'Segment', 'RunLog', 'choose', 'build', 'from_columns', 'Lines', 'open_stream', 'detect', 'read_document',
+           'find_log', 'read_log', 'Follower', 'follow', 'raw_lines']
 
 # %% ../nbs/30_runlog.ipynb #1b07134f
 import codecs
@@ -214,7 +214,7 @@ class Shape:
         self.pieces.append(rows.pieces[-1]); self.total += len(self.lines)
         self.lines, self.values = [], []
 
-# %% ../nbs/30_runlog.ipynb #d657e1ff
+# %% ../nbs/30_runlog.ipynb #cabf08ed
 DIALECTS = [(name, re.compile(pattern)) for name, pattern in (
     ('shohin', r'^(?:\[[\w:]+\] )?step \d+ loss \S+ gnorm '),
     ('Megatron', r'iteration\s+\d+/\s*\d+ \|.*(?:consumed samples|elapsed time per iteration)'),
@@ -233,15 +233,18 @@ CLICHES = {'restart': re.compile(r'(?i)\b(?:resum(?:e|ed|ing)\b|(?:re)?load(?:ed
            'checkpoint': re.compile(r'(?i)\bsav(?:ed|ing) .{0,60}(?:checkpoint|ckpt)|checkpoint.{0,80}\bsaved|checkpoint-\d+'),
            'skip': re.compile(r'(?i)overflow.{0,80}skip|skip(?:ping|ped)? (?:the |this |optimizer )*(?:step|update|batch)')}
 FACTS = {'tokens_per_step': re.compile(r'(?i)tokens per (?:iteration|step|batch|update)[^\d\n]{0,20}([\d,]{3,})|(?:total|global)[ _]batch[ _]size[^\d\n]{0,24}([\d,]{5,})')}
+DIGIT = re.compile(r'[0-9]')
 HINT = re.compile(r'(?i)step|iter|loss|update|batch|s:\d|progress on|\d+/\d+ \[|lr|norm|bpb')
 BLOCK = re.compile(rf'^\s+([^=:]+?(?:/[^=:]+?)?(?:\([^)]*\))?)\s*[=:]\s*({VALUE}[KMGBT]?)\s*%?$')
+REMARKS = ('resum', 'checkpoint', 'ckpt', 'restor', 'restart', 'skip', 'tokens per', 'batch')      # quick: most lines have none of them
 MAX_TEXT = 16384                                   # longer lines are no rows of text; JSON lines may be longer
 
-# %% ../nbs/30_runlog.ipynb #4a708abc
+# %% ../nbs/30_runlog.ipynb #f508598a
 def remark(rows: Rows, line: str, i: int) -> bool:
     """Words between the rows: a restart, a checkpoint with its step, a skipped update; facts such as tokens a step.
     True when an update was skipped: the next row's."""
-    skipped = False
+    skipped, low = False, line.lower()
+    if not any(word in low for word in REMARKS): return False
     for what, pattern in CLICHES.items():
         if pattern.search(line):
             step = re.search(r'(?i)(?:step|iteration|iter|checkpoint-|ckpt_?|global_step)\W{0,3}(\d+)', line)
@@ -254,13 +257,14 @@ def remark(rows: Rows, line: str, i: int) -> bool:
             if value and value >= 1000: rows.facts[fact] = (value, i)
     return skipped
 
-# %% ../nbs/30_runlog.ipynb #d0efd480
+# %% ../nbs/30_runlog.ipynb #1fce0835
 class TextReader:
     "Lines of text, fed in any portions, to `rows`. `mapping` {column: name} adds names that are not known."
     def __init__(self, rows: Rows, mapping: dict | None = None):
         self.rows, self.shapes, self.names = rows, [], {v: k for k, v in (mapping or {}).items()}
         self.block = self.held = None               # (line, {name: value}, dialect) of a many-line record; a wrapped line
         self.last_step, self.bar, self.skip = None, None, False
+        self.ignored = []                          # shapes of lines that hold nothing, such as a trainer's timers
         self.stepless, self.found = [], False       # losses without a step, used only when no line has both
 
     def feed(self, lines: list[str], first: int):
@@ -273,7 +277,8 @@ class TextReader:
                         shape.lines.append(i); shape.values.append(m.groups())
                         if k > 2: shapes.insert(0, shapes.pop(k))
                         break
-                else: self.slow(line, i)
+                else:
+                    if not any(match(line) for match in self.ignored): self.slow(line, i)
             else: self.slow(line, i)
         for shape in shapes: shape.flush(rows)
 
@@ -287,7 +292,7 @@ class TextReader:
             for i, values in self.stepless: self.rows.row(i, values)
         self.rows.flush()
 
-# %% ../nbs/30_runlog.ipynb #72557a49
+# %% ../nbs/30_runlog.ipynb #e6eca7f8
 def _scan_known(self, line: str):
     "`scan`, plus the names given by the user's mapping."
     pairs = scan(line)
@@ -307,7 +312,7 @@ def _slow(self, line: str, i: int):
             return
         if line[:1].isspace() and line.strip(): return
         self._end_block()
-    if not any(c.isdigit() for c in line):
+    if not DIGIT.search(line):
         if line.strip(): self._remark(line, i)
         return
     if '\x1b' in line: line = ANSI.sub('', line)
@@ -332,7 +337,7 @@ def _release(self):
 
 TextReader._scan, TextReader.slow, TextReader._continue, TextReader._release = _scan_known, _slow, _continue, _release
 
-# %% ../nbs/30_runlog.ipynb #73172294
+# %% ../nbs/30_runlog.ipynb #6d43273f
 def _remark(self, line: str, i: int): self.skip |= remark(self.rows, line, i)
 
 def _row(self, line: str, i: int, whole: bool = False):
@@ -355,7 +360,11 @@ def _row(self, line: str, i: int, whole: bool = False):
         if steps and not whole and '|' in line and 'iteration' in line: self.held = (i, line); return
         if steps and not metrics and line.rstrip().endswith(']') | line.rstrip().endswith(']:'):
             self.block = (i, {'step': self.last_step}, next((n for n, p in DIALECTS if p.search(line)), 'key-value blocks'))
-        return self._remark(line, i)
+        said = sum(map(len, rows.marks.values())) + len(rows.facts)
+        self._remark(line, i)
+        if not steps and 'step' not in extra and len(self.ignored) < 16 and len(line) < 2048 and said == sum(map(len, rows.marks.values())) + len(rows.facts):
+            self.ignored.append(Shape(line, [], {}, '').match)
+        return
     if not whole and steps and '|' in line and 'iteration' in line and not line.rstrip().endswith('|') and 'consumed samples' in line:
         self.held = (i, line); return                        # Megatron ends a record with '|': this one was wrapped
     if not steps and 'step' not in extra:

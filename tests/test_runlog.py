@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -187,6 +188,15 @@ def test_source_code_and_settings_in_a_log_are_not_rows(tmp_path):
     assert log.step.tolist() == list(range(0, 1000, 125)) and log.loss[0] == 10 and any('stands in' in n for n in log.notes)
     log = read_log(tmp_path/'log')
     assert set(log.loss) == {7.5} and {float(x) for v in log.evals.values() for x in v.value} == {10 - s / 1000 for s in range(0, 1000, 125)}
+
+
+def test_timers_between_the_rows_are_passed_over_quickly(tmp_path):
+    row = ' iteration {s:8d}/  500000 | consumed samples: {s:12d} | elapsed time per iteration (ms): 1.2 | learning rate: 1E-4 | global batch size: 8 | lm loss: {x:.6E} | loss scale: 1.0 | grad norm: 0.512 | number of skipped iterations: 0 |\n'
+    timers = 'time (ms) | forward-compute: {x:.2f} | backward-compute: 73.02 | optimizer-copy-to-main-grad: {s}.04 | batch-generator: 25.27\n'
+    (tmp_path/'log').write_text(''.join(row.format(s=s, x=3 - s / 1e5) + timers.format(s=s, x=190 + s / 7) for s in range(1, 20_001)))
+    start = time.process_time()
+    log = read_log(tmp_path/'log')
+    assert len(log) == 20_000 and time.process_time() - start < 2, time.process_time() - start
 
 
 def test_restart_that_goes_back(tmp_path):
