@@ -5,7 +5,8 @@ synthetic ones are made of parts that real logs have (a power law or two, correl
 domains that alternate, warm-up and decay, printing with few digits, rows every k steps, restarts) and of the shapes that
 are published: Marin's bad spike of 1.96 -> 2.02 -> 1.975, a level shift with flat evals, the step to 3.0 under a guard that
 skips for ever, a 176B spike whose gradient norm leads by four steps. `recorded.npz` holds traces of real runs of this
-project's own trainer into which a cause was put on purpose (`python tests/traces.py record` makes it anew).
+project's own model: some into which a cause was put on purpose (`python tests/traces.py` makes those anew), and the logs of
+some runs of its experiments, whose batches are read from shards one after the other, so that their losses wander.
 
 The set has two halves, told apart by the number of the trace: thresholds were chosen on the even half only.
 """
@@ -290,10 +291,10 @@ def synthetic():
     out = []
     for k, (kind, make) in enumerate(MAKERS.items()):
         for number in range(PER_KIND):
-            columns, events = make(np.random.default_rng([6, k, number]), number // 2)    # both halves have every variant
+            columns, events = make(np.random.default_rng([6 + 20 * (number % 2), k, number]), number // 2)    # both halves have every variant
             out.append(Trace(f'{kind} {number}', kind, columns, events, number))
     for number in range(PER_KIND * len(KINDS)):
-        columns, events = healthy(np.random.default_rng([7, number]), number // 2)
+        columns, events = healthy(np.random.default_rng([7 + 20 * (number % 2), number]), number // 2)
         out.append(Trace(f'healthy {number}', 'healthy', columns, events, number))
     return out
 
