@@ -749,7 +749,7 @@ def boundary_fit(step: int, starts: list[int], shard_tokens: float, tokens_per_s
     per = shard_tokens / tokens_per_step
     return [(s, n, step - math.floor(s + n * per)) for s in starts if step > s for n in [max(1, round((step - s) / per))]]
 
-# %% ../nbs/31_diagnose.ipynb #06c52cb4
+# %% ../nbs/31_diagnose.ipynb #41dbd450
 def _restart_before(log, e, within: int = 300):
     "(rows since, sentence) of the last restart before the event, by a step that went back or by words in the log."
     seg, best = log.segments[e.segment], None
@@ -763,7 +763,7 @@ def _lr_change(log, row):
     if log.lr is None: return None
     v = log.lr[max(_start(log, row), row - 40):row + 3]
     v = v[np.isfinite(v) & (v > 0)]
-    if len(v) < 10: return None
+    if len(v) < 4: return None
     d = np.diff(np.log(v))
     usual = float(np.median(d))
     jump = d[np.argmax(np.abs(d - usual))] - usual
@@ -773,7 +773,7 @@ def _worst_nan(log, row, width=50):
     near = log.nonfinite[row:row + width]
     return int(np.argmax(near)) if near.any() else None
 
-# %% ../nbs/31_diagnose.ipynb #4e8cb61d
+# %% ../nbs/31_diagnose.ipynb #c890801b
 def explain(log: RunLog, e: Event, events: list[Event], shard_tokens=None, tokens_per_step=None) -> list[Explanation]:
     "The explanations that an engineer would think of, ranked by the evidence in this log."
     data, unstable = Explanation('the data changed: a domain or shard boundary'), Explanation('an unstable update: learning rate, curvature, growing attention logits')
@@ -782,7 +782,7 @@ def explain(log: RunLog, e: Event, events: list[Event], shard_tokens=None, token
     def add(x, weight, text):
         x.score += weight
         (x.evidence_for if weight > 0 else x.evidence_against).append(text)
-    rising = e.after >= e.before if math.isfinite(e.after) else True
+    rising = not e.peak <= e.before
     _data_evidence(log, e, events, data, unstable, add, shard_tokens, tokens_per_step)
     _norm_evidence(log, e, data, unstable, batch, add)
     skipped = log.skipped[e.row + 1:e.row + 101] if log.skipped is not None else None
@@ -1029,7 +1029,7 @@ def verdict(log: RunLog, events: list[Event]) -> str:
     if other: text += f' Also: {", ".join(f"{e.kind} at step {e.onset:,}" for e in other[:4])}.'
     return text
 
-# %% ../nbs/31_diagnose.ipynb #575c4022
+# %% ../nbs/31_diagnose.ipynb #afd5c55e
 def thin(step: np.ndarray, loss: np.ndarray, columns: int) -> list[tuple[float, float, float]]:
     "[(low, median, high)] of the finite losses in `columns` equal stretches of steps; nan where there is none."
     edges = np.linspace(step.min(), step.max() + 1, columns + 1)
@@ -1048,8 +1048,8 @@ def plot_text(log: RunLog, events: list[Event], width: int = 72, height: int = 8
     columns = thin(log.step, log.loss, width * 2)
     body = [c for c in columns if math.isfinite(c[1])]
     if not body: return []
-    top = float(np.quantile([c[2] for c in body], 0.98)) if len(body) > 50 else max(c[2] for c in body)
-    start = len(columns) // 50                                        # the first fiftieth of a run is all descent
+    top = max(c[2] for c in body)
+    start = len(columns) // 50 if log.step.min() < 0.05 * log.step.max() else 0        # the first fiftieth of a run is all descent
     rest = [c for c in columns[start:] if math.isfinite(c[1])] or body
     top = min(top, max(max(c[2] for c in rest), float(np.median([c[1] for c in rest])) * 1.05))
     low = min(c[0] for c in body)
@@ -1123,7 +1123,7 @@ def _render_event(e, log, console, say):
     for m in e.mend: say(f'  mend: {m}')
     for system, text in e.skip_ranges.items(): say(f'    {system}: {text if len(text) < 200 else text[:197] + "..."}')
 
-# %% ../nbs/31_diagnose.ipynb #d28f17a2
+# %% ../nbs/31_diagnose.ipynb #fe14ffa4
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../shohin/assets')
 
 def _svg(log: RunLog, events: list[Event], width: int = 800, height: int = 260) -> str:
@@ -1131,7 +1131,7 @@ def _svg(log: RunLog, events: list[Event], width: int = 800, height: int = 260) 
     columns = thin(log.step, log.loss, 400)
     body = [c for c in columns if math.isfinite(c[1])]
     if not body: return ''
-    rest = [c for c in columns[8:] if math.isfinite(c[1])] or body
+    rest = [c for c in columns[8 if log.step.min() < 0.05 * log.step.max() else 0:] if math.isfinite(c[1])] or body
     low, top = min(c[0] for c in body), max(c[2] for c in rest)
     pad, first, last = 44, int(log.step.min()), int(log.step.max())
     X = lambda i: pad + i / 399 * (width - pad - 8)

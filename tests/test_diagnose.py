@@ -95,7 +95,7 @@ def test_a_chronicle_with_a_spike_that_recovered(tmp_path):
     assert spike.kind == 'recovered spike' and 5002 <= spike.onset <= 5005 and spike.peak == pytest.approx(5.1) and not d.severe
     unstable = next(x for x in spike.explanations if 'unstable' in x.name)
     assert unstable.standing == 'supported' and 'before' in unstable.evidence_for[0]
-    assert any('gap' in n for n in d.log.notes)
+    assert any('gap' in n for n in d.log.notes) and spike.explanations[0] is unstable and '5.100' in d.render(color=False)      # the peak is in the picture
 
 
 def test_a_cliff_among_overflows(tmp_path):
