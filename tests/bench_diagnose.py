@@ -1,6 +1,6 @@
 """How well and how fast: precision and recall on the held-out half of the labelled set, and seconds for large logs.
 
-    python -m pytest tests/bench_diagnose.py -m benchmark -s      # writes reports/results/diagnose-benchmark.json
+    python -m pytest tests/bench_diagnose.py -m benchmark -s      # writes reports/benchmarks/diagnose.json
 """
 import json
 import os
@@ -19,7 +19,7 @@ from shohin.diagnose import diagnose
 from shohin.runlog import from_columns, read_log
 
 pytestmark = pytest.mark.benchmark
-RESULT = Path(__file__).parent.parent / 'reports' / 'results' / 'diagnose-benchmark.json'
+RESULT = Path(__file__).parent.parent / 'reports' / 'benchmarks' / 'diagnose.json'
 ROWS = 1_000_000
 
 
