@@ -2,6 +2,7 @@
 # make test                          lessons and tests, under 10 minutes on two cores
 # make check                         everything CI does
 # make bench                         benchmarks; alone on an idle machine
+# make pages                         the published pages anew from their results
 # PYTHON=python3.12 chooses the interpreter, VENV=path the environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ SEEDS ?= 1
 ALL ?=
 BIN = $(VENV)/bin
 
-.PHONY: reproduce test check bench
+.PHONY: reproduce test check bench pages
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/.has-report
@@ -25,6 +26,9 @@ check:
 
 bench: $(VENV)/.has-dev
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m benchmark -s tests/bench_*.py
+
+pages: $(VENV)/.has-report
+	$(BIN)/python -c 'from shohin.report import build_site; from shohin.reproduce import EXPERIMENTS; build_site([], "reports/results", "reports", EXPERIMENTS)'
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit("shohin needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'

@@ -103,7 +103,7 @@ def _render(template: str, **values):
     env.filters |= FILTERS
     return Markup(env.get_template(template).render(**values))
 
-# %% ../nbs/41_report.ipynb #85f66dd0
+# %% ../nbs/41_report.ipynb #ac07c63e
 def lookup(result: dict, path: str):
     "The value at a dotted path of a results file. Claims are found by id; names may hold dots themselves."
     at, rest = result, path
@@ -114,10 +114,14 @@ def lookup(result: dict, path: str):
         at, rest = at[key], rest[len(key) + 1:]
     return at
 
+def _name(result: dict) -> str:
+    "The page that a results file belongs to."
+    return result["experiment"] if "experiment" in result else f"bench-{result['benchmark']}"
+
 def cite(result: dict, path: str):
     "The value at `path` as marked-up text that can be checked against the results file."
     value = lookup(result, path)
-    return _render("data.html.j2", value=json.dumps(value, sort_keys=True), text=number(value), json=f"{result['experiment']}:{path}")
+    return _render("data.html.j2", value=json.dumps(value, sort_keys=True), text=number(value), json=f"{_name(result)}:{path}")
 
 # %% ../nbs/41_report.ipynb #9bdc42de
 def seeds_label(result: dict) -> str:
@@ -143,13 +147,17 @@ def _records(rows) -> list[dict]:
     if isinstance(rows, dict): return [{"": k, **v} if isinstance(v, dict) else {"": k, "value": v} for k, v in rows.items()]
     return [dict(r) for r in rows]
 
-# %% ../nbs/41_report.ipynb #3c28e0f7
-def _table(rows, caption: str, columns=None):
-    "HTML and plain text of a table: the first column names the row, numbers stand to the right."
+# %% ../nbs/41_report.ipynb #ac14b372
+def _is_text(rows: list[dict], key) -> bool:
+    "Does a column hold words somewhere? Then it stands to the left; marked-up text (`cite`) counts as the number it is."
+    return any(isinstance(r.get(key), (str, list, tuple, dict)) and not hasattr(r[key], "__html__") for r in rows)
+
+def _table(rows, caption: str, columns=None, text=None):
+    "HTML and plain text of a table: the first column names the row, numbers stand to the right; `text` names the columns of words."
     records = _records(rows)
     keys = list(columns or dict.fromkeys(k for r in records for k in r))
     heads = [(columns[k] if isinstance(columns, dict) else human(k)) for k in keys]
-    is_text = {k: any(isinstance(r.get(k), (str, list, tuple, dict)) and not hasattr(r[k], "__html__") for r in records) for k in keys}
+    is_text = {k: _is_text(records, k) if text is None else k in text for k in keys}
     cells = [[(r.get(k) if hasattr(r.get(k), "__html__") else number(r.get(k))) for k in keys] for r in records]
     plain = [[re.sub(r"<[^>]*>", "", str(c)) for c in row] for row in cells]
     width = [max(len(str(h)), *(len(r[i]) for r in plain), 1) if plain else len(str(h)) for i, h in enumerate(heads)]
@@ -403,14 +411,50 @@ def _digest(result: dict) -> str:
     "SHA-256 of the results a page was made from."
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
-# %% ../nbs/41_report.ipynb #90f96911
-def _index(results: list[dict], titles: dict) -> str:
-    "The front page: what this is, each experiment's answer, every claim, and what it was all made from."
+# %% ../nbs/41_report.ipynb #75af1dd9
+def _benchmark(path: Path) -> dict:
+    "A benchmark's JSON, or one line that says what is wrong with it."
+    def no(constant): raise ValueError(f"{constant} is no JSON: write null")
+    try: result = json.loads(path.read_text(encoding="utf-8"), parse_constant=no)
+    except ValueError as e: raise UserError(f"{path}: not JSON ({e}): run the benchmark again") from None
+    if not isinstance(result, dict): raise UserError(f"{path}: not a JSON object: see Benchmarks in nbs/41_report.ipynb")
+    if missing := [k for k in ("benchmark", "title", "summary", "machine", "commit", "tables") if not result.get(k)]:
+        raise UserError(f"{path}: lacks {', '.join(missing)}: see Benchmarks in nbs/41_report.ipynb")
+    if result["benchmark"] != path.stem: raise UserError(f"{path}: its benchmark is {result['benchmark']!r}: the file must be named like it")
+    for i, t in enumerate(result["tables"]):
+        if not isinstance(t, dict): raise UserError(f"{path}: table {i} is not a JSON object")
+        if missing := [k for k in ("caption", "columns", "rows") if not t.get(k)]: raise UserError(f"{path}: table {i} lacks {', '.join(missing)}")
+        if not all(isinstance(row, dict) for row in t["rows"]): raise UserError(f"{path}: table {i}: a row is not a JSON object")
+    return result
+
+def _cells(result: dict, i: int):
+    "(row, key, path in the file) of every value of a benchmark's table `i`."
+    at = lambda many, n: many[n].get("id", n)  # as `lookup` finds it
+    rows = result["tables"][i]["rows"]
+    for n, row in enumerate(rows):
+        for key in result["tables"][i]["columns"]:
+            if key in row: yield n, key, f"tables.{at(result['tables'], i)}.rows.{at(rows, n)}.{key}"
+
+def _bench_page(result: dict) -> str:
+    "A benchmark as a self-contained page. Every value in its tables is cited."
+    from markupsafe import Markup
+    taken, tables = {"main", "answer", "notes", "made"}, []
+    for i, t in enumerate(result["tables"]):
+        cited = [{} for _ in t["rows"]]
+        for n, key, path in _cells(result, i): cited[n][key] = cite(result, path)
+        table = _table(cited, t["caption"], t["columns"], [k for k in t["columns"] if _is_text(t["rows"], k)])[0]
+        text = t.get("text") or []
+        tables.append(dict(title=t.get("title"), slug=_slug(t["title"], taken) if t.get("title") else "", text=[text] if isinstance(text, str) else text, table=table))
+    return printable(_render("bench.html.j2", r=result, tables=tables, digest=_digest(result), css=Markup((ASSETS / "style.css").read_text())))
+
+# %% ../nbs/41_report.ipynb #b8bff91c
+def _index(results: list[dict], titles: dict, benchmarks=()) -> str:
+    "The front page: what this is, each experiment's answer, every claim, the benchmarks, and what it was all made from."
     from markupsafe import Markup
     script = (ASSETS / "ledger.js").read_text().strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     verdicts = Counter(c["verdict"] for r in results for c in r["claims"])
-    return printable(_render("index.html.j2", results=results, titles=titles, verdicts=verdicts, names=VERDICTS, sources=SOURCES,
+    return printable(_render("index.html.j2", results=results, titles=titles, verdicts=verdicts, names=VERDICTS, sources=SOURCES, benchmarks=benchmarks,
                              css=Markup((ASSETS / "style.css").read_text()), script=Markup(script), script_hash=digest))
 
 def _head_of(page: str) -> tuple[str, str]:
@@ -418,11 +462,12 @@ def _head_of(page: str) -> tuple[str, str]:
     meta = _Reader(page).meta
     return meta.get("shohin-title", ""), meta.get("shohin-summary", "")
 
-# %% ../nbs/41_report.ipynb #3f57d666
+# %% ../nbs/41_report.ipynb #31850e00
 def build_site(notebooks, results_dir, out, order=()) -> Path:
     """Make `out`/index.html and one page for each executed notebook, named like it; returns the index. The results
     are `results_dir`/NAME.json and are copied to `out`/results. Pages made earlier, with their results in `out`, stay in
-    the index, which lists the experiments in `order`. Nothing is written unless all of it can be."""
+    the index, which lists the experiments in `order`. Each `out`/benchmarks/NAME.json becomes bench-NAME.html. Nothing is
+    written unless all of it can be."""
     import nbformat
     results_dir, out = Path(results_dir), Path(out)
     pages, results = {}, {}
@@ -439,8 +484,11 @@ def build_site(notebooks, results_dir, out, order=()) -> Path:
         if path.stem in pages or not earlier.exists(): continue
         pages[path.stem], results[path.stem] = path.read_text(encoding="utf-8"), _result(earlier)
         titles[path.stem], files[f"results/{path.stem}.json"] = _head_of(pages[path.stem]), earlier.read_text(encoding="utf-8")
+    benchmarks = [_benchmark(path) for path in sorted((out / "benchmarks").glob("*.json"))]
+    for b in benchmarks:
+        pages[_name(b)], files[f"benchmarks/{b['benchmark']}.json"] = _bench_page(b), (out / f"benchmarks/{b['benchmark']}.json").read_text(encoding="utf-8")
     rank = {name: i for i, name in enumerate(order)}
-    pages["index"] = _index([results[n] for n in sorted(results, key=lambda n: (rank.get(n, len(rank)), n))], titles)
+    pages["index"] = _index([results[n] for n in sorted(results, key=lambda n: (rank.get(n, len(rank)), n))], titles, benchmarks)
     files |= {f"{name}.html": page for name, page in pages.items()}
     with tempfile.TemporaryDirectory() as trial:
         for name, text in files.items(): _write(Path(trial) / name, text)
@@ -456,31 +504,33 @@ def _write(path: Path, text: str):
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 
-# %% ../nbs/41_report.ipynb #8e721872
+# %% ../nbs/41_report.ipynb #98528d0d
 class _Reader(HTMLParser):
-    "What `check_pages` wants of a page: cited values (path, value, text), named metadata, headings, what it would load."
+    "What `check_pages` wants of a page: cited values (path, value, text), named metadata, headings, links, what it would load."
     def __init__(self, page: str):
         super().__init__()
-        self.cited, self.loads, self.meta, self.h1, self._open = [], [], {}, 0, None
+        self.cited, self.loads, self.links, self.meta, self.h1, self._open = [], [], set(), {}, 0, None
         self.feed(page)
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
         self.h1 += tag == "h1"
         if tag == "data": self._open = [a.get("data-json"), a.get("value"), ""]
         if tag == "meta" and "name" in a: self.meta[a["name"]] = a.get("content", "")
-        if tag != "a": self.loads += [v for k, v in attrs if k in ("src", "href", "srcset") and not v.startswith("data:")]
+        if tag == "a": self.links.add(a.get("href"))
+        else: self.loads += [v for k, v in attrs if k in ("src", "href", "srcset") and not v.startswith("data:")]
     def handle_data(self, data):
         if self._open: self._open[2] += data
     def handle_endtag(self, tag):
         if tag == "data" and self._open: self.cited.append(tuple(self._open)); self._open = None
 
-# %% ../nbs/41_report.ipynb #3d1a078b
+# %% ../nbs/41_report.ipynb #ea3db2b7
 def check_pages(site) -> list[str]:
     """Problems of a site, none if it is sound: a page that was not made from the results file beside it, a number
-    or verdict that differs from it, a claim that is missing, a page without its file (or the other way round),
-    more than one h1, or anything a browser would fetch."""
+    or verdict that differs from it, a claim or a value of a benchmark that is missing, a page without its file (or the
+    other way round), more than one h1, or anything a browser would fetch."""
     site, problems, read = Path(site), [], {}
     results = {p.stem: json.loads(p.read_text()) for p in sorted((site / "results").glob("*.json"))}
+    results |= {_name(b): b for b in map(_benchmark, sorted((site / "benchmarks").glob("*.json")))}
     for path in sorted(site.glob("*.html")):
         read[path.stem] = page = _Reader(path.read_text(encoding="utf-8"))
         say = lambda text, name=path.name: problems.append(f"{name}: {text}")
@@ -492,11 +542,14 @@ def check_pages(site) -> list[str]:
             except KeyError: say(f"cites {where}, which no results file has"); continue
             if json.loads(value) != true or text.strip() != printable(number(true)).strip(): say(f"says {text.strip()} for {where}, the results say {number(true)}")
     for name, result in results.items():
-        if name not in read: problems.append(f"{name}.json: has no page"); continue
+        if name not in read: problems.append(f"benchmarks/{result['benchmark']}.json: has no page: make pages" if "benchmark" in result else f"{name}.json: has no page"); continue
         if read[name].meta.get("shohin-result") != _digest(result): problems.append(f"{name}.html: was made from other results than {name}.json")
-        for c in result["claims"]:
-            key = f"{name}:claims.{c['id']}.verdict"
-            problems += [f"{p}.html: lacks the claim {c['id']}" for p in (name, "index") if p in read and key not in {w for w, _, _ in read[p].cited}]
+        cited = {p: {w for w, _, _ in read[p].cited} for p in (name, "index") if p in read}
+        for c in result.get("claims", []):
+            problems += [f"{p}.html: lacks the claim {c['id']}" for p in cited if f"{name}:claims.{c['id']}.verdict" not in cited[p]]
+        if "benchmark" in result:
+            problems += [f"{name}.html: lacks {path}" for i in range(len(result["tables"])) for *_, path in _cells(result, i) if f"{name}:{path}" not in cited[name]]
+            if "index" in read and f"{name}.html" not in read["index"].links: problems.append(f"index.html: lacks the benchmark {result['benchmark']}")
     problems += [f"{n}.html: has no results file" for n in read if n != "index" and n not in results]
     if "index" not in read: problems.append("index.html: is missing")
     return problems

@@ -1,6 +1,8 @@
 """How well and how fast: precision and recall on the held-out half of the labelled set, and seconds for large logs.
 
-    python -m pytest tests/bench_diagnose.py -m benchmark -s      # writes reports/benchmarks/diagnose.json
+    python -m pytest tests/bench_diagnose.py -m benchmark -s      # writes reports/benchmarks/diagnose.json, what `-k` leaves out stays
+
+`make pages` then makes the page from it.
 """
 import json
 import os
@@ -23,15 +25,81 @@ RESULT = Path(__file__).parent.parent / 'reports' / 'benchmarks' / 'diagnose.jso
 ROWS = 1_000_000
 
 
+KINDS_SHOWN = {'kind': 'kind', 'true': 'there', 'found': 'found', 'false': 'false', 'recall': 'recall', 'precision': 'precision', 'onset': 'onset off by, rows'}
+SPEED_SHOWN = {'log': 'log', 'rows': 'rows', 'seconds': 'seconds', 'cpu_seconds': 'seconds of CPU', 'peak_MiB': 'peak MiB', 'goal': 'goal, s'}
+NOTES = [
+    'The labelled set is of our own making. The synthetic traces imitate published shapes, and whoever wrote the rules also wrote the generators; logs of others will be harder than these.',
+    'The odd half was not held out cleanly. The traces of real runs in it had been looked at before, since they are recordings; for the synthetic ones new random numbers were drawn after the rules were frozen.',
+    'After the held-out half had been scored, two generators were revised: a bad spike now stays above by more than the curve falls meanwhile (before, some were back at the old level and nobody could have told), and a slow divergence is said to begin where the loss is lowest. Of the recorded runs, those with a learning rate 40 times too high were first labelled as spikes that recover and, by their curves, are bad spikes. The numbers are those after these changes.',
+    'The floor that the tests hold the precision of outliers to was lowered from 0.8 to 0.7 after scoring. Most of its false ones are lone rows of heavy-tailed noise that nobody planted; they are counted as false all the same.',
+    'A detection is right when its kind is and its onset lies within 3 % of the run (15 % for slow divergence and plateau), at least 30 rows.',
+    'Each half holds six or seven traces of most kinds, so that a precision or recall of 1.00 says only that the true one is unlikely to be under about two thirds.',
+    'Seconds are those of a fresh interpreter from start to end, best of three; on a machine with other work the CPU column is what the clock says on an idle one.']
+
+
+def sha(): return subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=RESULT.parent, capture_output=True, text=True).stdout.strip()
+
+
+def page(r):
+    "The measurements `r` with what the page made from them shows."
+    tables, halves = [], {'held_out_half': 'held-out half', 'tuning_half': 'half that the thresholds were chosen on'}
+    for half, name in halves.items():
+        text = {'held_out_half': f'{r["labelled_set"]["traces"]} traces with a known truth: {r["labelled_set"]["with events"]} with an event, {r["labelled_set"]["healthy"]} healthy; '
+                                 f'{r["labelled_set"]["of real runs"]} are logs of real runs of our own model, the others synthetic. Every second one was held out while the thresholds were chosen.',
+                'tuning_half': 'For comparison: a rule that was tuned too closely would do much better here.'}[half]
+        tables.append(dict(title=f'Events, {name}', text=text, caption=f'Events of the {name}: how many there are, how many were found, how many were seen where there is none', columns=KINDS_SHOWN,
+                           rows=[{'kind': k, **v, 'onset': _whole(r[half]['onset_error_rows'].get(k))} for k, v in r[half]['kinds'].items()]))
+    tables.append(dict(title='Healthy runs', caption='Healthy runs in which no event was seen but isolated outliers', columns={'half': 'half', 'traces': 'runs', 'clean': 'without a false event'},
+                       rows=[{'half': name, 'traces': r[half]['healthy']['traces'], 'clean': r[half]['healthy']['without a false event']} for half, name in halves.items()]))
+    tables.append(dict(title='Is the confidence what it says?', text='Of the events that are no outliers: how sure diagnose said it was, and how often it was right, both halves together.', caption='Confidence and how often it is right',
+                       columns={'confidence': 'confidence from', 'events': 'events', 'right': 'share right'}, rows=_confidence([r[half]['confidence'] for half in halves])))
+    tables.append(dict(title='What it got wrong', caption='Traces of the held-out half with something missed or seen where there is nothing (kind and step)', columns={'trace': 'trace', 'missed': 'missed', 'false': 'false'},
+                       rows=[{'trace': w['trace'], 'missed': _said(w['missed']), 'false': _said(w['false'])} for w in r['held_out_half']['wrong']] or [{'trace': 'none'}]))
+    tables.append(dict(title='Time and memory', text='shohin diagnose from the start of the interpreter to the printed summary, one thread.', caption='Seconds and memory for large logs', columns=SPEED_SHOWN,
+                       rows=[{'log': k, **v, 'goal': 1 if k.startswith('20,000') else 10} for k, v in r['speed'].items()] + [{'log': '400 MB of text with 400 rows in it', **r['memory']}]))
+    tables.append(dict(title='The hook in a training loop', text='shohin.hook writing log.jsonl with per-domain loss, norms, guard decisions and spans, beside one step of a small model on one thread. The goal is under 2 % of a step.',
+                       caption='What the hook costs', columns={'what': 'model', 'parameters': 'parameters', 'step_milliseconds': 'step, ms', 'milliseconds': 'hook, ms', 'share_of_a_step': 'share of a step'},
+                       rows=[{'what': '3 layers, 12 rows of 256 bytes', **r['hook']}]))
+    held = r['held_out_half']['kinds']
+    low = [k for k, v in held.items() if v['recall'] < 1 or v['precision'] < 1]
+    but = ', '.join(f'{k} ({held[k]["recall"]:.2f} and {held[k]["precision"]:.2f})' for k in low)
+    healthy, cpu = r['held_out_half']['healthy'], {k: v['cpu_seconds'] for k, v in r['speed'].items()}
+    million = [v['cpu_seconds'] for v in r['speed'].values() if v['rows'] == ROWS]
+    answers = ['On the held-out half every kind has recall and precision 1.00' + (f' but {but}.' if but else '.'),
+               f'Of {healthy["traces"]} healthy held-out runs {healthy["without a false event"]} show no cliff, spike or any other event but isolated outliers.',
+               f'20,000 steps of text take {cpu["20,000 steps of text"]:.2f} s, a million rows {min(million):.1f} to {max(million):.1f} s, 10 million rows of parquet {cpu["10 million rows of parquet"]:.1f} s. '
+               f'The hook costs {100 * r["hook"]["share_of_a_step"]:.1f} % of a step.']
+    commits = r['measured_at']
+    where = ', '.join(f'{k} at {v[:10]}' for k, v in commits.items())
+    notes = NOTES + ([f'Measured at different commits: {where}.'] if len(set(commits.values())) > 1 else [])
+    return {'benchmark': 'diagnose', 'title': 'Diagnosis: right how often, and how fast', 'summary': 'Does diagnose name what happened in a log when the truth is known, does it keep quiet about healthy runs, and how long does it take?',
+            'command': 'python -m pytest tests/bench_diagnose.py -m benchmark', 'machine': r['machine'], 'commit': commits['accuracy'], 'versions': r['versions'],
+            'answers': answers, 'tables': tables, 'notes': notes} | {k: r[k] for k in ('measured_at', 'labelled_set', *halves, 'speed', 'hook', 'memory')}
+
+
+def _confidence(halves):
+    bins = sorted({b for h in halves for b in h})
+    n = {b: sum(h[b]['events'] for h in halves if b in h) for b in bins}
+    return [{'confidence': b, 'events': n[b], 'right': round(sum(h[b]['events'] * h[b]['right'] for h in halves if b in h) / n[b], 3)} for b in bins]
+
+
+def _whole(x): return int(x) if x is not None and x == int(x) else x
+
+
+def _said(events): return ', '.join(f'{k} at {s}' for k, s in events) or 'nothing'
+
+
 @pytest.fixture(scope='module')
 def result():
-    out = {'benchmark': 'diagnose', 'machine': f'{os.cpu_count()} cores, {platform.machine()}', 'versions': {'python': platform.python_version(), 'numpy': np.__version__}}
+    out = json.loads(RESULT.read_text()) if RESULT.exists() else {'measured_at': {}}
+    out |= {'machine': f'{os.cpu_count()} cores, {platform.machine()}', 'versions': {'python': platform.python_version(), 'numpy': np.__version__}}
     yield out
     RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(out, indent=1) + '\n')
+    RESULT.write_text(json.dumps(page(out), indent=1) + '\n')
 
 
 def test_precision_and_recall(result):
+    result['measured_at']['accuracy'] = sha()
     everything = traces.all_traces()
     result['labelled_set'] = {'traces': len(everything), 'with events': sum(t.kind != 'healthy' for t in everything), 'healthy': sum(t.kind == 'healthy' for t in everything), 'of real runs': len(traces.recorded()),
                               'note': 'thresholds were chosen on the even half; the odd half was held out. A lone row of a heavy tail that nobody planted counts as a false outlier'}
@@ -63,7 +131,7 @@ def _onset_errors(chosen, seen):
         for kind, onset in t.events:
             near = [abs(e.onset - onset) / every for e in events if e.kind == kind]
             if near: out.setdefault(kind, []).append(min(near))
-    return {k: float(np.median(v)) for k, v in out.items()}
+    return {k: round(float(np.median(v)), 1) for k, v in out.items()}
 
 
 def _run(path):
@@ -88,7 +156,7 @@ def _columns(n):
 
 
 def test_speed(result, tmp_path):
-    speed = result['speed'] = {}
+    speed, result['measured_at']['speed'] = result.setdefault('speed', {}), sha()
     for name, n, line in (('20,000 steps of text', 20_000, 'step {} loss {:.4f} gnorm {:.2f} lr 0.0005 281,959 tok/s\n'), ('1 million rows of text', ROWS, 'step {} loss {:.4f} gnorm {:.2f} lr 0.0005 281,959 tok/s\n'),
                           ('1 million rows of JSON lines', ROWS, '{{"step": {}, "loss": {:.6f}, "grad_norm": {:.4f}, "lr": 0.0005, "tokens": 524288}}\n'), ('1 million rows of CSV', ROWS, '{},{:.6f},{:.5f}\n'),
                           ('1 million Megatron lines', ROWS, ' iteration {:8d}/ 2000000 | consumed samples: 52428800 | elapsed time per iteration (ms): 1356.2 | learning rate: 6.000000E-04 | global batch size:   256 | lm loss: {:.6E} | loss scale: 1.0 | grad norm: {:.3f} | number of skipped iterations:   0 | number of nan iterations:   0 |\n')):
@@ -135,6 +203,7 @@ def test_hook_costs_under_two_per_cent(result, tmp_path):
         optimizer.step(); optimizer.zero_grad()
         steps.append((a - start) + (time.perf_counter() - c)); cost.append((b - a) + held)
     log.close()
+    result['measured_at']['hook'] = sha()
     share = float(np.median(cost[5:]) / np.median(steps[5:]))
     result['hook'] = {'share_of_a_step': round(share, 4), 'milliseconds': round(1000 * float(np.median(cost[5:])), 2), 'step_milliseconds': round(1000 * float(np.median(steps[5:])), 1), 'parameters': model.n_params()}
     print(result['hook'])
@@ -148,6 +217,6 @@ def test_memory_does_not_follow_the_file(result, tmp_path):
         for k in range(400):
             f.write(f'step {k} loss {3 - k / 1000:.4f}\n')
             f.write(('x' * 1023 + '\n') * 1024)
-    result['memory'] = _run(path)
+    result['memory'], result['measured_at']['memory'] = _run(path), sha()
     assert result['memory']['peak_MiB'] < 300 and result['memory']['rows'] == 400
     assert version('numpy') and len(read_log(path)) == 400

@@ -31,6 +31,20 @@ def result(name: str = "sample", seeds=(1, 2, 3)) -> dict:
             claim | {"id": "shards", "quote": "clean", "prediction": "", "criterion": "", "verdict": "not_testable", "evidence": {}, "interval": None}]}
 
 
+def benchmark(name: str = "sample") -> dict:
+    "A benchmark's file: numbers, words, values that are missing, many columns, hostile text everywhere."
+    many = {f"column_{i}": f"heading {i} that is not short" for i in range(12)}
+    return {
+        "benchmark": name, "title": "How fast is the sample?", "summary": f"Made-up seconds {HOSTILE}", "machine": {"cores": 2, "processor": HOSTILE},
+        "commit": "d7e420a9f0d1c2b3", "dirty": True, "command": "pytest " + "-x" * 60, "versions": {"python": "3.11.7"}, "wall_s": 12.5,
+        "answers": ["Ours is 2.4 times as fast.", HOSTILE], "notes": ["The machine was idle.", HOSTILE], "raw": {"not shown": 0.123456},
+        "tables": [
+            {"title": "Seconds", "text": ["The first paragraph.", HOSTILE], "caption": f"Seconds by loader {HOSTILE}", "columns": {"loader": "loader", "s": "seconds", "exact": "exact", "note": "note"},
+             "rows": [{"loader": "ours", "s": 0.03912, "exact": True, "note": "", "hidden": 1}, {"loader": HOSTILE, "s": 12345.6, "exact": False, "note": HOSTILE}, {"loader": "peer", "note": "skipped: does not install"}]},
+            {"title": "Seconds", "text": "A table as wide as can be.", "caption": "Wide", "columns": many, "rows": [{k: n * 1000.5 + i for i, k in enumerate(many)} for n in range(3)]},
+            {"caption": "No heading of its own", "columns": ["a.b", "a"], "rows": [{"a.b": "x", "a": [1, 2.5], "id": "named"}]}]}
+
+
 CELLS = [
     ("md", "# The sample\n\n> Does the order make the loss jump?\n\nIt was **read** by step."),
     ("parameters", "seed: int = 1  # a secret parameter"),
@@ -58,9 +72,10 @@ def notebook() -> nbformat.NotebookNode:
 
 
 def run(folder: Path) -> Path:
-    "Write the results, execute the notebook, and return its path."
-    (folder / "results").mkdir(parents=True)
-    (folder / "results/sample.json").write_text(json.dumps(result()))
+    "Write the results and, where the site will be, a benchmark; execute the notebook, and return its path."
+    for path, what in (("results", result()), ("site/benchmarks", benchmark())):
+        (folder / path).mkdir(parents=True)
+        (folder / path / "sample.json").write_text(json.dumps(what))
     nbformat.write(notebook(), folder / "source.ipynb")
     papermill.execute_notebook(folder / "source.ipynb", folder / "sample.ipynb", parameters={"seed": 7}, cwd=folder, progress_bar=False, start_timeout=300)
     return folder / "sample.ipynb"

@@ -47,7 +47,7 @@ def page(folder, name="sample"): return bs4.BeautifulSoup((folder / f"site/{name
 # what is on a page
 
 def test_page_has_one_title_and_unique_anchors(built):
-    for name in ("sample", "index"):
+    for name in ("sample", "index", "bench-sample"):
         soup = page(built, name)
         assert len(soup("h1")) == 1
         ids = [e["id"] for e in soup.find_all(id=True)]
@@ -58,7 +58,7 @@ def test_page_has_one_title_and_unique_anchors(built):
 
 
 def test_links_between_pages_lead_somewhere(built):
-    for name in ("sample", "index"):
+    for name in ("sample", "index", "bench-sample"):
         for a in page(built, name)("a"):
             file, _, anchor = a["href"].partition("#")
             assert not file or (built / "site" / file).exists(), a
@@ -74,7 +74,7 @@ def test_parameters_hidden_cells_and_progress_are_left_out(built):
 
 
 def test_hostile_text_stays_text(built):
-    for name in ("sample", "index"):
+    for name in ("sample", "index", "bench-sample"):
         soup = page(built, name)
         assert len(soup("script")) == (name == "index")  # the ledger's own
         assert not [e for e in soup(True) if any(a.startswith("on") for a in e.attrs)]
@@ -85,10 +85,10 @@ def test_hostile_text_stays_text(built):
 
 
 def test_content_policy_allows_only_the_ledgers_script(built):
-    for name in ("sample", "index"):
+    for name in ("sample", "index", "bench-sample"):
         policy = page(built, name).find("meta", {"http-equiv": "Content-Security-Policy"})["content"]
         assert policy.startswith("default-src 'none'")
-        assert ("script-src 'none'" in policy) == (name == "sample")
+        assert ("script-src 'none'" in policy) == (name != "index")
 
 
 def test_figure_carries_alt_caption_size_and_numbers(built):
@@ -139,6 +139,12 @@ def edit(path, old, new):
     ("index.html", 'data-json="sample:claims.leads.verdict"', 'data-json="sample:claims.leads.evidence.n"', "lacks the claim leads"),
     ("sample.html", "<h1>", "<h1>x</h1><h1>", "has 2 h1"),
     ("sample.html", "</main>", '<img src="https://example.com/x.png"></main>', "would load https://example.com/x.png"),
+    ("benchmarks/sample.json", "0.03912", "0.0392", "bench-sample.html: says 0.0391 for bench-sample:tables.0.rows.0.s"),
+    ("benchmarks/sample.json", "0.123456", "0.2", "bench-sample.html: was made from other results"),
+    ("benchmarks/sample.json", '"exact": true, ', '', "bench-sample.html: cites bench-sample:tables.0.rows.0.exact, which no results file has"),
+    ("bench-sample.html", ">12,346</data>", ">12,345</data>", "says 12,345"),
+    ("bench-sample.html", 'data-json="bench-sample:tables.0.rows.2.loader"', 'data-json="bench-sample:tables.0.rows.2.note"', "lacks tables.0.rows.2.loader"),
+    ("index.html", 'href="bench-sample.html"', 'href="sample.html"', "lacks the benchmark sample"),
 ])
 def test_a_page_that_disagrees_is_found(site, file, old, new, problem):
     edit(site / file, old, new)
@@ -150,6 +156,10 @@ def test_pages_and_results_come_in_pairs(site):
     assert "alone.json: has no page" in check_pages(site)
     (site / "results/sample.json").unlink()
     assert "sample.html: has no results file" in check_pages(site)
+    (site / "bench-sample.html").unlink()
+    assert "benchmarks/sample.json: has no page: make pages" in check_pages(site)
+    shutil.copy(site / "sample.html", site / "bench-other.html")
+    assert "bench-other.html: has no results file" in check_pages(site)
     (site / "index.html").unlink()
     assert "index.html: is missing" in check_pages(site)
 
@@ -157,6 +167,40 @@ def test_pages_and_results_come_in_pairs(site):
 def test_committed_reports_agree_with_their_results():
     if not (ROOT / "reports/index.html").exists(): pytest.skip("no reports yet")
     assert check_pages(ROOT / "reports") == []
+
+
+# benchmarks
+
+def test_a_benchmarks_page_shows_all_that_its_file_says(built):
+    soup, r = page(built, "bench-sample"), report_sample.benchmark()
+    assert [h.text for h in soup("h2")] == ["In short", "Seconds", "Seconds", "Notes", "How this page was made"]
+    assert [a["href"] for a in soup.select(".toc a")] == ["#seconds", "#seconds-2", "#notes", "#made"]
+    first, wide, plain = soup("table")
+    assert [th.text for th in first.select("thead th")] == ["loader", "seconds", "exact", "note"]
+    assert [[c.get_text() for c in tr.find_all(["th", "td"])] for tr in first.select("tbody tr")][::2] == [["ours", "0.0391", "yes", ""], ["peer", "–", "–", "skipped: does not install"]]
+    assert ["num" in c.get("class", []) for c in first.select("thead th")] == [False, True, True, False]
+    assert len(wide.select("thead th")) == 12 and [c.get_text() for c in plain.select("tbody tr > *")] == ["x", "1, 2.50"]
+    text = soup.get_text()
+    assert all(s in text for s in ("The first paragraph.", "The machine was idle.", "d7e420a9f0 with uncommitted changes", "Ours is 2.4 times as fast.", r["command"])) and "0.123" not in text
+    assert "".join(x.text for x in page(built, "index").select("article.experiment")[-1]("h3")) == r["title"]
+
+
+def test_an_index_without_benchmarks_does_not_speak_of_them():
+    text = report._index([report_sample.result()], {"sample": ("", "")})
+    assert "enchmark" not in text
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda r: r.pop("commit"), "lacks commit"), (lambda r: r.update(tables=[]), "lacks tables"), (lambda r: r["tables"][1].pop("caption"), "table 1 lacks caption"),
+    (lambda r: r["tables"][0].update(rows=[]), "table 0 lacks rows"), (lambda r: r.update(benchmark="other"), "must be named like it"), (lambda r: r["tables"].append("x"), "table 3 is not"),
+    (lambda r: r["tables"][0]["rows"].append([1, 2]), "table 0: a row is not"), (lambda r: r["tables"][0]["rows"][0].update(seconds=float("nan")), "not JSON"), (None, "not JSON"), ([], "not a JSON object")])
+def test_a_bad_benchmark_is_one_line_and_nothing_is_written(tmp_path, spoil, words):
+    (tmp_path / "benchmarks").mkdir()
+    r = report_sample.benchmark()
+    if callable(spoil): spoil(r)
+    (tmp_path / "benchmarks/sample.json").write_text("{" if spoil is None else json.dumps(spoil if spoil == [] else r))
+    with pytest.raises(UserError, match=words): build_site([], tmp_path, tmp_path)
+    assert not list(tmp_path.glob("*.html"))
 
 
 # building
