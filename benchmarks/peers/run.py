@@ -143,7 +143,7 @@ def targets(peers: dict) -> list[str]:
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--peers', default=','.join(PEERS))
-    for name, default in dict(tokens=33_500_000, batch=64, length=1025, steps=280, repeats=3, timeout=600).items():
+    for name, default in dict(tokens=36_000_000, batch=64, length=1025, steps=280, repeats=3, timeout=600).items():
         p.add_argument(f'--{name}', type=int, default=default)
     p.add_argument('--folder', type=Path, default=Path('data/bench/peers'), help='corpus, formats and environments')
     p.add_argument('--out', type=Path, help='write the results here as JSON (default: FOLDER/result.json)')
