@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'corpus_for', 'block_plan', 'base_config', 'Arm', 'check_arms',
            'make_record', 'Run', 'loss_ratios', 'ratio_at', 'worst_ratio', 'first_jump', 'pinned_ratio',
-           'recovery_steps', 'damage', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'load_claims', 'criterion_history',
-           'judge', 'write_results']
+           'recovery_steps', 'damage', 'peak_step', 'outcomes', 'Sweep', 'CliffArms', 'Progress', 'verdict',
+           'load_claims', 'criterion_history', 'judge', 'write_results']
 
 # %% ../nbs/42_experiment.ipynb #6335d6aa
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
@@ -91,9 +91,10 @@ def base_config(profile: dict) -> dict:
     return dict(model=p["model"], optim=p["optim"], batch_size=p["batch_size"], seq_len=p["seq_len"], warmup=p["warmup"],
                 horizon=p["horizon"], probe_every=p["probe_every"], probe_rows=p["probe_rows"], threads=p["threads"])
 
-# %% ../nbs/42_experiment.ipynb #e2ef13b1
+# %% ../nbs/42_experiment.ipynb #e176de0a
 class Arm:
-    "A name, the config fields that differ from the base (`changes`), and where it forks from (`parent`'s checkpoint at step `at`)."
+    """A name, the config fields that differ from the base (`changes`), and where it forks from (`parent`'s checkpoint at step `at`).
+    A change may be a function of the seed, to counterbalance over seeds what cannot be varied within one."""
     def __init__(self, name, parent=None, at=None, corpus="bytes", **changes):
         self.name, self.parent, self.at, self.corpus, self.changes = name, parent, at, corpus, changes   # corpus: its tokenizer
 
@@ -108,7 +109,7 @@ def check_arms(arms):
         out += ready; todo = [a for a in todo if a not in ready]
     return out
 
-# %% ../nbs/42_experiment.ipynb #450a04ea
+# %% ../nbs/42_experiment.ipynb #b05a5fc4
 def _runs_of(values):
     "[[first index, value], ...] where the value changes."
     out = []
@@ -120,13 +121,14 @@ def _round(x, digits):
     x = float(x)
     return round(x, digits) if math.isfinite(x) else None
 
+def _versions(): return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+
 def make_record(folder, limit=20_000) -> dict:
     "The record of a finished run folder, at most `limit` bytes of JSON."
     folder = Path(folder)
     cfg, result = (json.loads((folder / f).read_text()) for f in ("config.json", "result.json"))
     rows = read_log(folder / "log.jsonl")
     probes = [r for r in rows if "probes" in r]
-    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     for digits, every in ((4, 1), (4, 4), (4, 16), (3, 16), (3, 64)):
         log = dict(start=rows[0]["step"] if rows else result["start"], loss=[_round(r["loss"], digits) for r in rows], every=every,
                    grad_norm=[_round(r["grad_norm"], digits - 1) for r in rows[::every]],
@@ -134,7 +136,7 @@ def make_record(folder, limit=20_000) -> dict:
                    domains=_runs_of([r["domains"] for r in rows])[:200],
                    probes=dict(step=[r["step"] for r in probes], **{d: [_round(r["probes"][d], 4) for r in probes] for d in (probes[0]["probes"] if probes else ())}))
         cfg = {k: v for k, v in cfg.items() if k not in ("corpus", "keep", "checkpoint_every", "checkpoint_s")}
-        record = dict(key=result["key"], name=result["name"], config=cfg, versions=versions, result=result, log=log)
+        record = dict(key=result["key"], name=result["name"], config=cfg, versions=_versions(), result=result, log=log)
         if len(json.dumps(record, separators=(",", ":"))) <= limit: return record
     raise UserError(f"the record of run {result['key']} is over {limit} bytes; probe less often")
 
@@ -215,7 +217,7 @@ def pinned_ratio(run: Run, at: int) -> float:
     if not len(window): window = loss[steps > at]
     return float(np.nanmedian(window) / loss[steps == at][0])
 
-# %% ../nbs/42_experiment.ipynb #742f80e7
+# %% ../nbs/42_experiment.ipynb #3d45537c
 def recovery_steps(run: Run, reference: Run, domain: str, at: int, margin: float = 0.05):
     """Steps from the boundary until the run's probe of `domain` is within `margin` nats/token of the reference's at the
     same step (the reference's probes interpolated between its steps); nan when it never is."""
@@ -229,7 +231,22 @@ def damage(run: Run, reference: Run) -> dict:
     end = run.result["steps"]
     return {d: run.probe(d, end) - reference.probe(d, end) for d in reference.probes}
 
-# %% ../nbs/42_experiment.ipynb #9876ff83
+def peak_step(run: Run, start: int, stop: int) -> int:
+    "The step in [start, stop) at which the loss is highest over its running average."
+    steps, r = loss_ratios(run)
+    near = np.flatnonzero((steps >= start) & (steps < stop))
+    return int(steps[near[np.nanargmax(r[near])]])
+
+def outcomes(run: Run, reference: Run, at: int, old: str, new: str) -> dict:
+    """What is measured of an arm at the boundary `at`: jump, pinned and damage (DESIGN, section 3), skips, and the level before.
+    Damage is taken at the run's last step, against the reference at the same step."""
+    steps, loss = run.history(); d = damage(run, reference); skipped = int((~run.applied & (run.step >= at)).sum())
+    return dict(jump_ratio=ratio_at(run, at), peak_step=peak_step(run, at - 50, at + 51), loss_before=float(np.nanmean(loss[(steps >= at - 50) & (steps < at)])),
+                loss_at=float(loss[steps == at][0]), pinned_ratio=pinned_ratio(run, at), recovery_steps=recovery_steps(run, reference, new, at),
+                skipped=skipped, skipped_share=skipped / max(1, int((run.step >= at).sum())), stopped=run.result["stopped"],
+                damage=d, damage_new=d[new], damage_old=d[old], mean_probe=float(np.mean([run.probe(x, run.result["steps"]) for x in d])))
+
+# %% ../nbs/42_experiment.ipynb #6f4d21c3
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -267,7 +284,7 @@ class Sweep:
             p = self.done[a.parent, seed]
             parent = dict(run=p.key, step=a.at, hash=p.result["kept"][str(a.at)])
         keep = sorted({c.at for c in self.arms if c.parent == a.name} | set(self.base.get("keep", ())) | set(a.changes.get("keep", ())))
-        d = dict(self.base, **a.changes)
+        d = dict(self.base, **{k: v(seed) if callable(v) else v for k, v in a.changes.items()})
         corpus = corpus_for(self.profile, seed, a.corpus, self.data)
         return load_config(dict(d, name=f"{self.experiment}/{a.name}/{seed}", corpus=str(corpus), model_seed=seed, parent=parent,
                                 keep=[k for k in keep if k <= d["steps"]]))
@@ -355,7 +372,7 @@ class Sweep:
                 except (ValueError, KeyError): pass
         return dict(name=cfg.name, begin=begin, step=step, steps=cfg.steps, loss=loss)
 
-# %% ../nbs/42_experiment.ipynb #bbda4718
+# %% ../nbs/42_experiment.ipynb #280426bb
 class CliffArms:
     """The common part of the experiments about the seed's cliff. `start`: the last resume; `at`: the boundary; `end`: as many
     steps later as the profile's recovery; `order`: the contiguous order's spec; `pick(*names)`: its arms by name."""
@@ -381,6 +398,23 @@ class CliffArms:
         out += [Arm(f"{g}-guard", "block", self.at, guard={"no": "none"}.get(g, g), **watched) for g in ("no", "seed", "default")]
         return {a.name: a for a in out}
 
+    def one_pass(self):
+        """Contiguous from step 0 without a restart: every shard of the base another domain than the one before it (old, new, the
+        rest, again), then the block and the boundary as in the other arms, none of whose shards it has read."""
+        p = self.profile; shard, n = p["shard_steps"], self.start // p["shard_steps"]
+        rest = [d for d in dict.fromkeys(s.domain for s in self.manifest.shards) if d not in (p["old_domain"], p["new_domain"])]
+        ring = [p["old_domain"], p["new_domain"], *rest]; first = [p["block_steps"] // shard, p["recovery_steps"] // shard] + [0] * len(rest)
+        parts = [(ring[i % len(ring)], first[i % len(ring)] + i // len(ring), shard) for i in range(n)]
+        order = self.contiguous(*parts, (p["old_domain"], 0, p["block_steps"]), (p["new_domain"], 0, p["recovery_steps"]), restarts=[0])
+        return Arm("one-pass", order=order, guard="none", steps=self.end, probe_windows=((self.start, self.start + 1), (self.at, self.at + 1)), probe_every=p["probe_every"] // 2)
+
+    def again(self, name, guard=None, parent="block", order=None, **changes):
+        """Block and boundary once more, from the last resume of `parent`, with `changes`: the arm `name` without a guard and, if
+        `guard` is given, `<name>-guard`, which forks from it at the boundary."""
+        shared = dict(dict(order=order or self.order, steps=self.end, probe_windows=((self.at, self.at + 1),), probe_every=self.profile["probe_every"] // 2), **changes)
+        out = [Arm(name, parent, self.start, **dict(shared, guard="none"))]
+        return out + [Arm(f"{name}-guard", name, self.at, **{k: v for k, v in dict(shared, guard=guard).items() if k != "fresh_opt"})] if guard else out
+
     def pick(self, *names):
         arms = self.arms()
         return [arms[n] for n in names or arms]
@@ -396,19 +430,21 @@ class Progress:
             text = ", ".join(f"{r['name']} {r['step']}/{r['steps']}" + (f" loss {r['loss']:.3f}" if r["loss"] else "") for r in live)
             print(f"\r{done}/{total} runs done; {text}", end="", flush=True)
 
-# %% ../nbs/42_experiment.ipynb #e132da2e
-def verdict(values, holds, opposite):
+# %% ../nbs/42_experiment.ipynb #b83dc8fb
+def verdict(values, holds, opposite, exact=False):
     """'reproduced' when the interval lies in `holds`, 'contradicted' when in `opposite`, 'not_reproduced' when it
-    is clear of `holds` but not in the opposite, else (and under three seeds) 'inconclusive'. Regions are closed."""
-    if len(values) < 3 or not np.isfinite(values).all(): return "inconclusive"
+    is clear of `holds` but not in the opposite, else (and under three seeds) 'inconclusive'. Regions are closed.
+    `exact`: one value that has no spread (a count, a computation), which is its own interval."""
+    if len(values) < (1 if exact else 3) or not np.isfinite(values).all(): return "inconclusive"
     _, lo, hi, _ = interval(values)
+    if exact: lo = hi = values[0]
     if holds[0] <= lo and hi <= holds[1]: return "reproduced"
     if opposite and opposite[0] <= lo and hi <= opposite[1]: return "contradicted"
     return "not_reproduced" if hi < holds[0] or lo > holds[1] else "inconclusive"
 
-# %% ../nbs/42_experiment.ipynb #3bc34aae
+# %% ../nbs/42_experiment.ipynb #fc0510dc
 CLAIMS = "nbs/experiments/claims.toml"
-_FIXED = ("quantity", "holds", "opposite", "prediction")
+_FIXED = ("quantity", "holds", "opposite", "prediction", "exact", "not_testable")
 
 def load_claims(experiment: str, text: str | None = None) -> dict:
     "{id: claim} of an experiment from claims.toml."
@@ -429,22 +465,28 @@ def criterion_history(claim_id: str, root=None) -> dict:
     return dict(commit=commit, edits=edits)
 
 def judge(experiment: str, quantities: dict) -> list:
-    "Claims of an experiment with their verdicts. `quantities`: {name: one value a seed}."
+    """Claims of an experiment with their verdicts. `quantities`: {name: one value a seed}; one value for a claim that says
+    `exact`: a number without a spread. A claim with `not_testable` states why instead of a quantity."""
     out = []
     for id, c in load_claims(experiment).items():
+        h = criterion_history(id)
+        claim = dict(id=id, source=c["source"], quote=c["quote"], prediction=c.get("prediction", ""), criterion_commit=h["commit"], criterion_edits=h["edits"],
+                     unit=c.get("unit", ""), superseded_by=c.get("superseded_by"))
+        if why := c.get("not_testable"):
+            out.append(dict(claim, criterion=why, verdict="not_testable", evidence={}, interval=None)); continue
         if c["quantity"] not in quantities: raise UserError(f"claim {id} needs the quantity {c['quantity']!r}, which the notebook does not measure")
-        v = [float("nan") if x is None else float(x) for x in quantities[c["quantity"]]]; h = criterion_history(id)
+        v = [float("nan") if x is None else float(x) for x in quantities[c["quantity"]]]; exact = c.get("exact", False)
+        if exact and len(v) != 1: raise UserError(f"claim {id} is exact: one value, not {len(v)}")
         mean, lo, hi, _ = interval(v) if np.isfinite(v).all() else (math.nan,) * 4
-        out.append(dict(id=id, source=c["source"], quote=c["quote"], prediction=c["prediction"],
-                        criterion=f"{c['quantity']} in {_region(c['holds'])}" + (f"; contradicted in {_region(c['opposite'])}" if "opposite" in c else ""),
-                        criterion_commit=h["commit"], criterion_edits=h["edits"], unit=c.get("unit", ""),
-                        verdict=verdict(v, c["holds"], c.get("opposite")), evidence=dict(quantity=c["quantity"], values=[_round(x, 4) for x in v], mean=_round(mean, 4)),
-                        interval=[_round(lo, 4), _round(hi, 4)], superseded_by=c.get("superseded_by")))
+        if exact: lo = hi = mean
+        out.append(dict(claim, criterion=f"{c['quantity']} in {_region(c['holds'])}" + (f"; contradicted in {_region(c['opposite'])}" if "opposite" in c else ""),
+                        verdict=verdict(v, c["holds"], c.get("opposite"), exact), evidence=dict(quantity=c["quantity"], values=[_round(x, 4) for x in v], mean=_round(mean, 4)),
+                        interval=[_round(lo, 4), _round(hi, 4)]))
     return out
 
 def _region(r): return f"[{r[0]:g}, {r[1]:g}]"
 
-# %% ../nbs/42_experiment.ipynb #5ef473fd
+# %% ../nbs/42_experiment.ipynb #0616e335
 def write_results(experiment, sweep, arms: dict, quantities: dict, answers: list, out, t0, manifest=None, decimals=4, **more):
     """Write `<out>/<experiment>.json`. `arms`: {name: [one dict of numbers a seed]}; each gets the run's key and seed added."""
     runs = sweep.done
@@ -454,8 +496,8 @@ def write_results(experiment, sweep, arms: dict, quantities: dict, answers: list
     doc = dict(experiment=experiment, profile=sweep.profile["name"], seeds=list(sweep.seeds), commit=_git("rev-parse", "HEAD"),
                dirty=bool(_git("status", "--porcelain", "--", "nbs", "shohin")),
                config_hash=hashlib.sha256(json.dumps(dict(sweep.base, profile=sweep.profile), sort_keys=True).encode()).hexdigest()[:16],
-               manifest_hash={str(s): runs[next(iter(sweep.by)), s].config["manifest_hash"] for s in sweep.seeds},
-               versions=next(iter(runs.values())).record["versions"], machine=f"{platform.machine()}, {os.cpu_count()} cores",
+               manifest_hash={str(s): runs[next(iter(sweep.by)), s].config["manifest_hash"] for s in sweep.seeds if sweep.by},
+               versions=next(iter(runs.values())).record["versions"] if runs else _versions(), machine=f"{platform.machine()}, {os.cpu_count()} cores",
                wall_s=round(time.time() - t0, 1),
                train_s=round(sum(r.result["s_per_step"] * len(r.step) for r in runs.values()), 1),
                runs={n: {str(s): runs[n, s].key for s in sweep.seeds} for n in sweep.by},
