@@ -372,7 +372,7 @@ class Sweep:
                 except (ValueError, KeyError): pass
         return dict(name=cfg.name, begin=begin, step=step, steps=cfg.steps, loss=loss)
 
-# %% ../nbs/42_experiment.ipynb #280426bb
+# %% ../nbs/42_experiment.ipynb #6843273d
 class CliffArms:
     """The common part of the experiments about the seed's cliff. `start`: the last resume; `at`: the boundary; `end`: as many
     steps later as the profile's recovery; `order`: the contiguous order's spec; `pick(*names)`: its arms by name."""
@@ -413,7 +413,7 @@ class CliffArms:
         `guard` is given, `<name>-guard`, which forks from it at the boundary."""
         shared = dict(dict(order=order or self.order, steps=self.end, probe_windows=((self.at, self.at + 1),), probe_every=self.profile["probe_every"] // 2), **changes)
         out = [Arm(name, parent, self.start, **dict(shared, guard="none"))]
-        return out + [Arm(f"{name}-guard", name, self.at, **{k: v for k, v in dict(shared, guard=guard).items() if k != "fresh_opt"})] if guard else out
+        return [*out, Arm(f"{name}-guard", name, self.at, **{k: v for k, v in dict(shared, guard=guard).items() if k != "fresh_opt"})] if guard else out
 
     def pick(self, *names):
         arms = self.arms()
