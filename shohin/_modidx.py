@@ -753,6 +753,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'shohin.report.interval': ('report.html#interval', 'shohin/report.py'),
                                'shohin.report.lookup': ('report.html#lookup', 'shohin/report.py'),
                                'shohin.report.number': ('report.html#number', 'shohin/report.py'),
+                               'shohin.report.plot_arms': ('report.html#plot_arms', 'shohin/report.py'),
+                               'shohin.report.plot_dots': ('report.html#plot_dots', 'shohin/report.py'),
                                'shohin.report.plot_loss': ('report.html#plot_loss', 'shohin/report.py'),
                                'shohin.report.plot_probes': ('report.html#plot_probes', 'shohin/report.py'),
                                'shohin.report.printable': ('report.html#printable', 'shohin/report.py'),

@@ -6,7 +6,7 @@
 __all__ = ['VERDICTS', 'ASSETS', 'FILTERS', 'DOMAIN_COLORS', 'DOMAIN_LINES', 'SKIP_COLOR', 'INK', 'SOURCES', 't_within',
            't_quantile', 'Interval', 'interval', 'number', 'printable', 'human', 'lookup', 'cite', 'seeds_label',
            'short', 'show_table', 'domain_color', 'style', 'thin', 'show_figure', 'read_log', 'reading', 'plot_loss',
-           'plot_probes', 'show_claims', 'show_arms', 'build_site', 'check_pages']
+           'plot_probes', 'plot_arms', 'plot_dots', 'show_claims', 'show_arms', 'build_site', 'check_pages']
 
 # %% ../nbs/41_report.ipynb #d7ff5833
 import base64
@@ -278,6 +278,39 @@ def plot_probes(ax, log, unit: str = "nats_per_token", domains=None, label: bool
         ax.plot(x, y, color=domain_color(name), ls=DOMAIN_LINES.get(name, "-"), label=human(name) if label else None)
     ax.set(xlabel="step", ylabel={"nats_per_token": "nats per token", "bits_per_byte": "bits per byte"}.get(unit, unit))
     return ax
+
+# %% ../nbs/41_report.ipynb #4f9cc830
+def plot_arms(runs: dict, titles: dict, seed: int, at: int, before: int = 120, after: int | None = None, height: float = 1.7):
+    """Small multiples: the loss of one seed around step `at`, an arm a panel, on common axes. `runs`: {(arm, seed): Run};
+    `titles`: {arm: title}. Returns the figure."""
+    import matplotlib.pyplot as plt
+    fig, axes = plt.subplots(len(titles), 1, figsize=(5.8, .6 + height * len(titles)), sharex=True, sharey=True, squeeze=False)
+    axes = axes[:, 0]
+    for ax, (name, title) in zip(axes, titles.items()):
+        plot_loss(ax, [r for r in runs[name, seed].rows() if at - before <= r["step"] and (after is None or r["step"] < at + after)], label=False)
+        ax.axvline(at, color="#77746c", lw=.8, ls=":"); ax.set_title(title); ax.set_xlabel("")
+    shown = {}
+    for ax in axes:  # a legend of what any panel shows: a domain or a skip may be in one of them only
+        for line in ax.lines:
+            if line.get_marker() == "|": shown["skipped"] = line
+    domains = dict.fromkeys(reading(r) for name in titles for r in runs[name, seed].rows() if at - before <= r["step"])
+    shown = {human(d): plt.Line2D([], [], color=domain_color(d), lw=1.5) for d in domains} | shown
+    axes[-1].set_xlabel("step"); fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
+    return fig
+
+def plot_dots(values: dict, xlabel: str, lines: dict | None = None, titles: dict | None = None):
+    """Every seed a dot, an arm a row, its mean a bar: `values` {arm: [one a seed]}. `lines`: {x: text} of levels that decide
+    something. Not finite values are left out. Returns the figure."""
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(5.8, .9 + .36 * len(values)))
+    for k, (name, v) in enumerate(reversed(values.items())):
+        v = np.array([np.nan if x is None else x for x in v], float); v = v[np.isfinite(v)]
+        ax.plot(v, [k] * len(v), "o", color="#0072B2", ms=5, alpha=.8)
+        if len(v): ax.plot([v.mean()], [k], "|", color=INK, ms=13, mew=1.5)
+    ax.set_yticks(range(len(values)), [(titles or {}).get(n, human(n)) for n in reversed(values)]); ax.set_xlabel(xlabel)
+    ax.set_ylim(-.6, len(values) - .2)
+    for x, t in (lines or {}).items(): ax.axvline(x, color="#77746c", lw=.8, ls=":"); ax.text(x, len(values) - .45, f" {t}", fontsize=9)
+    return fig
 
 # %% ../nbs/41_report.ipynb #802f2a04
 def show_claims(result: dict, ids=None):
