@@ -279,7 +279,7 @@ def plot_probes(ax, log, unit: str = "nats_per_token", domains=None, label: bool
     ax.set(xlabel="step", ylabel={"nats_per_token": "nats per token", "bits_per_byte": "bits per byte"}.get(unit, unit))
     return ax
 
-# %% ../nbs/41_report.ipynb #4f9cc830
+# %% ../nbs/41_report.ipynb #a7112e92
 def plot_arms(runs: dict, titles: dict, seed: int, at: int, before: int = 120, after: int | None = None, height: float = 1.7):
     """Small multiples: the loss of one seed around step `at`, an arm a panel, on common axes. `runs`: {(arm, seed): Run};
     `titles`: {arm: title}. Returns the figure."""
@@ -303,7 +303,7 @@ def plot_dots(values: dict, xlabel: str, lines: dict | None = None, titles: dict
     something. Not finite values are left out. Returns the figure."""
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(5.8, .9 + .36 * len(values)))
-    for k, (name, v) in enumerate(reversed(values.items())):
+    for k, v in enumerate(reversed(values.values())):
         v = np.array([np.nan if x is None else x for x in v], float); v = v[np.isfinite(v)]
         ax.plot(v, [k] * len(v), "o", color="#0072B2", ms=5, alpha=.8)
         if len(v): ax.plot([v.mean()], [k], "|", color=INK, ms=13, mew=1.5)
