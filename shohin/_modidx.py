@@ -331,6 +331,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'shohin.experiment.Sweep': ('experiment.html#sweep', 'shohin/experiment.py'),
                                    'shohin.experiment.Sweep.__post_init__': ('experiment.html#sweep.__post_init__', 'shohin/experiment.py'),
                                    'shohin.experiment.Sweep.advance': ('experiment.html#sweep.advance', 'shohin/experiment.py'),
+                                   'shohin.experiment.Sweep.checkpoint': ('experiment.html#sweep.checkpoint', 'shohin/experiment.py'),
                                    'shohin.experiment.Sweep.config': ('experiment.html#sweep.config', 'shohin/experiment.py'),
                                    'shohin.experiment.Sweep.find': ('experiment.html#sweep.find', 'shohin/experiment.py'),
                                    'shohin.experiment.Sweep.flat': ('experiment.html#sweep.flat', 'shohin/experiment.py'),

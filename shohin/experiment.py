@@ -246,7 +246,7 @@ def outcomes(run: Run, reference: Run, at: int, old: str, new: str) -> dict:
                 skipped=skipped, skipped_share=skipped / max(1, int((run.step >= at).sum())), stopped=run.result["stopped"],
                 damage=d, damage_new=d[new], damage_old=d[old], mean_probe=float(np.mean([run.probe(x, run.result["steps"]) for x in d])))
 
-# %% ../nbs/42_experiment.ipynb #6f4d21c3
+# %% ../nbs/42_experiment.ipynb #5d8e617b
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -334,10 +334,22 @@ class Sweep:
         else: live[name, seed] = self.start(cfg, key)
 
     def forget(self, name, seed):
-        "Train a run here that was known by its record only, and what forks from it."
-        self.ignored.add((name, seed)); self.done.pop((name, seed), None)
-        for a in self.arms:
-            if a.parent == name and (a.name, seed) in self.done: self.forget(a.name, seed)
+        """Train a run here, because a checkpoint of it is needed and not there. What forks from it is looked up again: its key
+        names that checkpoint, so it is known still when the weights come out the same."""
+        self.ignored.add((name, seed)); folder = self.runs / self.done[name, seed].key
+        if (folder / "result.json").exists(): shutil.rmtree(folder)      # else the finished run would be found again
+        gone = {name}
+        for a in self.arms: gone |= {a.name} if a.parent in gone else set()         # parents come first
+        for n in gone: self.done.pop((n, seed), None)
+
+    def checkpoint(self, name, seed, step) -> Path:
+        """The run folder of an arm, with its checkpoint after `step` updates in it; after `run()`, for what is measured on weights.
+        A run that is known by its record only is trained here."""
+        if str(step) not in (kept := self.done[name, seed].result["kept"]):
+            raise UserError(f"arm {name!r} keeps no checkpoint of step {step}, only of {', '.join(kept) or 'none'}; add it to its `keep`")
+        here = lambda: self.runs / self.done[name, seed].key
+        if not (here() / "checkpoints" / f"step_{step:08d}").exists(): self.forget(name, seed); self.run()
+        return here()
 
     def start(self, cfg, key):
         "Start a child process that trains a config; it ends by itself when this process dies."

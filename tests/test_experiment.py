@@ -72,6 +72,25 @@ def test_a_child_needs_its_parents_checkpoint(done, small, tmp_path):
     assert again["no-guard", 1].result["weights"] == runs["no-guard", 1].result["weights"]
 
 
+def test_checkpoint_of_a_run_known_by_its_record(done, small, tmp_path):
+    "What is measured on weights trains just the run that it needs; the runs forked from it stay known."
+    data, s, runs = done
+    at = small["base_steps"] + small["block_steps"]
+    assert s.checkpoint("block", 1, at) == s.runs / runs["block", 1].key                 # here already
+    records = tmp_path / "records"
+    records.mkdir()
+    for r in runs.values(): (records / f"{r.key}.json").write_text(json.dumps(r.record))
+    again = sweep(small, data, runs=tmp_path / "runs", records=records)
+    again.run()
+    folder = again.checkpoint("block", 1, at)
+    assert folder == tmp_path / "runs" / runs["block", 1].key and (folder / f"checkpoints/step_{at:08d}").is_dir()
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == [folder.name] and set(again.done) == set(runs)
+    assert again.done["no-guard", 1].record == runs["no-guard", 1].record
+    X.shutil.rmtree(folder / "checkpoints")                                              # cleared away to save space
+    assert (again.checkpoint("block", 1, at) / f"checkpoints/step_{at:08d}").is_dir()
+    with pytest.raises(UserError, match="'block' keeps no checkpoint of step 3"): again.checkpoint("block", 1, 3)
+
+
 def test_one_arm_stops_with_arms_missing(done, small):
     data, _, _ = done
     with pytest.raises(UserError, match="arms missing: interleaved/1"): sweep(small, data, only="no-guard", runs=data / "other").run()
