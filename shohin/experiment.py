@@ -454,7 +454,7 @@ def verdict(values, holds, opposite, exact=False):
     if opposite and opposite[0] <= lo and hi <= opposite[1]: return "contradicted"
     return "not_reproduced" if hi < holds[0] or lo > holds[1] else "inconclusive"
 
-# %% ../nbs/42_experiment.ipynb #fc0510dc
+# %% ../nbs/42_experiment.ipynb #bf5aab76
 CLAIMS = "nbs/experiments/claims.toml"
 _FIXED = ("quantity", "holds", "opposite", "prediction", "exact", "not_testable")
 
@@ -479,11 +479,12 @@ def criterion_history(claim_id: str, root=None) -> dict:
 def judge(experiment: str, quantities: dict) -> list:
     """Claims of an experiment with their verdicts. `quantities`: {name: one value a seed}; one value for a claim that says
     `exact`: a number without a spread. A claim with `not_testable` states why instead of a quantity."""
-    out = []
+    out, every = [], tomllib.loads((repo_root() / CLAIMS).read_text())
     for id, c in load_claims(experiment).items():
         h = criterion_history(id)
         claim = dict(id=id, source=c["source"], quote=c["quote"], prediction=c.get("prediction", ""), criterion_commit=h["commit"], criterion_edits=h["edits"],
                      unit=c.get("unit", ""), superseded_by=c.get("superseded_by"))
+        if claim["superseded_by"]: claim["superseded_in"] = every[claim["superseded_by"]]["experiment"]
         if why := c.get("not_testable"):
             out.append(dict(claim, criterion=why, verdict="not_testable", evidence={}, interval=None)); continue
         if c["quantity"] not in quantities: raise UserError(f"claim {id} needs the quantity {c['quantity']!r}, which the notebook does not measure")
@@ -493,7 +494,7 @@ def judge(experiment: str, quantities: dict) -> list:
         if exact: lo = hi = mean
         out.append(dict(claim, criterion=f"{c['quantity']} in {_region(c['holds'])}" + (f"; contradicted in {_region(c['opposite'])}" if "opposite" in c else ""),
                         verdict=verdict(v, c["holds"], c.get("opposite"), exact), evidence=dict(quantity=c["quantity"], values=[_round(x, 4) for x in v], mean=_round(mean, 4)),
-                        interval=[_round(lo, 4), _round(hi, 4)]))
+                        interval=[_round(lo, 4), _round(hi, 4)], **(dict(exact=True) if exact else {})))
     return out
 
 def _region(r): return f"[{r[0]:g}, {r[1]:g}]"

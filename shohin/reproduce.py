@@ -13,9 +13,10 @@ from .experiment import load_profile, make_record, repo_root
 from .report import build_site, number
 from .shards import UserError
 
-# %% ../nbs/43_reproduce.ipynb #afa9a373
+# %% ../nbs/43_reproduce.ipynb #613a0a62
 FIRST = ("cliff", "fix")
-EXPERIMENTS = (*FIRST, "anatomy")
+EXPERIMENTS = (*FIRST, "anatomy",
+               "amnesia", "timing")
 
 def choose(names, everything: bool) -> list:
     "The experiments to run: those named, or the first ones, or all; an unknown name is a `UserError`."
@@ -103,15 +104,16 @@ class Bars:
             self.bars.update(self.tasks[r["name"]], description=f"{e} ({state['done']}/{state['total']} runs) · {arm}, seed {seed}", completed=r["step"] - r["begin"], total=r["steps"] - r["begin"],
                              loss=f"loss {r['loss']:.3f}" if r["loss"] else "", left=f"{clock(left)} left")
 
-# %% ../nbs/43_reproduce.ipynb #adcf96fb
+# %% ../nbs/43_reproduce.ipynb #28ff18f9
 def compare(mine: dict, published: dict | None) -> list:
     """Rows {quantity, yours, published, difference} of the claims' quantities of one experiment: means over the seeds of
     each, the published interval with it."""
     theirs = {c["id"]: c for c in (published or {}).get("claims", [])}
     rows = []
     for c in mine["claims"]:
+        if c["verdict"] == "not_testable": continue
         t, y = theirs.get(c["id"]), c["evidence"]["mean"]
-        x = t and t["evidence"]["mean"]
+        x = t and t["evidence"].get("mean")
         iv = t and t.get("interval")
         rows.append(dict(quantity=c["evidence"]["quantity"].replace("_", " "), yours=number(y),
                          published=number(x) + (f" [{number(iv[0])}, {number(iv[1])}]" if iv and iv[0] is not None else "") if t else "–",
