@@ -13,9 +13,10 @@ from .experiment import load_profile, make_record, repo_root
 from .report import build_site, number
 from .shards import UserError
 
-# %% ../nbs/43_reproduce.ipynb #613a0a62
+# %% ../nbs/43_reproduce.ipynb #b26d71e7
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy",
+               "base-history",
                "amnesia", "timing")
 
 def choose(names, everything: bool) -> list:
