@@ -313,7 +313,7 @@ def plot_dots(values: dict, xlabel: str, lines: dict | None = None, titles: dict
     for x, t in (lines or {}).items(): ax.axvline(x, color="#77746c", lw=.8, ls=":"); ax.text(x, len(values) - .45, f" {t}", fontsize=9)
     return fig
 
-# %% ../nbs/41_report.ipynb #a013906b
+# %% ../nbs/41_report.ipynb #2f1fc53d
 OUTCOMES = dict(jump_ratio=("jump ratio", 1.5), pinned_ratio=("pinned ratio", .8), damage_new=("new domain", .05), damage_old=("old domain", .05))
 
 def plot_outcomes(rows: dict, titles: dict, columns=("jump_ratio", "pinned_ratio", "damage_new")):
@@ -321,14 +321,15 @@ def plot_outcomes(rows: dict, titles: dict, columns=("jump_ratio", "pinned_ratio
     OUTCOMES, or {key: (label, the level that decides, or None)}. Values that are not finite are left out. Returns the figure."""
     import matplotlib.pyplot as plt
     columns = _columns(columns)
-    fig, axes = plt.subplots(1, len(columns), figsize=(5.8, 1. + .36 * len(titles)), sharey=True, squeeze=False)
+    fig, axes = plt.subplots(1, len(columns), figsize=(5.8, 1. + .36 * len(titles)), sharey=True, squeeze=False, layout="constrained")
     for ax, (key, (label, level)) in zip(axes[0], columns.items()):
         for k, name in enumerate(reversed(titles)):
             v = np.array([np.nan if r.get(key) is None else r[key] for r in rows[name]], float); v = v[np.isfinite(v)]
             ax.plot(v, [k] * len(v), "o", color="#0072B2", ms=5, alpha=.8)
             if len(v): ax.plot([v.mean()], [k], "|", color=INK, ms=13, mew=1.5)
         if level is not None: ax.axvline(level, color="#77746c", lw=.8, ls=":")
-        ax.set_xlabel(label); ax.locator_params("x", nbins=4)
+        ax.set_xlabel(label); ax.locator_params("x", nbins=3); ax.margins(x=.15)
+    fig.get_layout_engine().set(w_pad=.1)      # else the last tick of a panel meets the first of the next
     axes[0, 0].set_yticks(range(len(titles)), list(reversed(titles.values()))); axes[0, 0].set_ylim(-.6, len(titles) - .4)
     return fig
 
