@@ -16,6 +16,7 @@ from .shards import UserError
 # %% ../nbs/43_reproduce.ipynb #b26d71e7
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy",
+               "muon-lr", "adamw-lr", "fresh-opt",
                "base-history",
                "amnesia", "timing")
 
