@@ -13,11 +13,11 @@ from .experiment import load_profile, make_record, repo_root
 from .report import build_site, number
 from .shards import UserError
 
-# %% ../nbs/43_reproduce.ipynb #b26d71e7
+# %% ../nbs/43_reproduce.ipynb #aaaf5885
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy",
                "muon-lr", "adamw-lr", "fresh-opt",
-               "base-history",
+               "base-history", "gnorm-guard",
                "amnesia", "timing")
 
 def choose(names, everything: bool) -> list:
