@@ -13,11 +13,11 @@ from .experiment import load_profile, make_record, repo_root
 from .report import build_site, number
 from .shards import UserError
 
-# %% ../nbs/43_reproduce.ipynb #aaaf5885
+# %% ../nbs/43_reproduce.ipynb #34b48c9f
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy",
                "muon-lr", "adamw-lr", "fresh-opt",
-               "base-history", "gnorm-guard",
+               "base-history", "gnorm-guard", "guard-history",
                "amnesia", "timing")
 
 def choose(names, everything: bool) -> list:
