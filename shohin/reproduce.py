@@ -16,7 +16,7 @@ from .shards import UserError
 # %% ../nbs/43_reproduce.ipynb #34b48c9f
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy",
-               "muon-lr", "adamw-lr", "fresh-opt",
+               "muon-lr", "adamw-lr", "fresh-opt", "no-muon", "data-seed", "model-size", "trust-clamp",
                "base-history", "gnorm-guard", "guard-history",
                "amnesia", "timing")
 
