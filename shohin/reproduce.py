@@ -13,11 +13,11 @@ from .experiment import load_profile, make_record, repo_root
 from .report import build_site, number
 from .shards import UserError
 
-# %% ../nbs/43_reproduce.ipynb #61b05331
+# %% ../nbs/43_reproduce.ipynb #ffbcbb10
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy",
                "muon-lr", "adamw-lr", "fresh-opt", "no-muon", "data-seed", "model-size", "trust-clamp",
-               "base-history", "gnorm-guard", "guard-history", "one-update",
+               "base-history", "gnorm-guard", "guard-history", "one-update", "spike-batches",
                "amnesia", "timing")
 
 def choose(names, everything: bool) -> list:
