@@ -13,11 +13,11 @@ from .experiment import load_profile, make_record, repo_root
 from .report import build_site, number
 from .shards import UserError
 
-# %% ../nbs/43_reproduce.ipynb #db065e92
+# %% ../nbs/43_reproduce.ipynb #2f8d1c8b
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy",
                "muon-lr", "adamw-lr", "fresh-opt", "no-muon", "data-seed", "model-size", "trust-clamp",
-               "base-history", "gnorm-guard", "guard-history", "one-update", "spike-batches", "scan-peek",
+               "base-history", "gnorm-guard", "guard-history", "one-update", "spike-batches", "scan-peek", "block-length",
                "amnesia", "timing")
 
 def choose(names, everything: bool) -> list:
