@@ -179,7 +179,7 @@ def _need(corpus):
     if corpus is None: raise UserError("give a manifest")
     return _manifest(corpus)
 
-# %% ../nbs/44_cli.ipynb #d9c37bcc
+# %% ../nbs/44_cli.ipynb #7826099a
 MAP = Annotated[list[str] | None, typer.Option("--map", help="COLUMN=NAME for a log with unusual names, as in --map loss=train/ce")]
 
 def _mapping(pairs):
@@ -199,19 +199,32 @@ def _show(result, as_json, html):
     width = os.get_terminal_size().columns if out.isatty() else int(os.environ.get("COLUMNS", 100))
     out.write(result.render(max(40, min(width, 140)), out.isatty() and "NO_COLOR" not in os.environ))
 
+def _follow(D, log, html, as_json, mapping, **options) -> int:
+    """Print what is new each time the log has grown, until Ctrl-C, which ends with the summary and the exit status of the
+    diagnosis. As JSON a line each time, and no summary."""
+    last = None
+    if str(log) != "-" and not log.exists(): print(f"shohin: waiting for {D.visible(str(log))}", file=sys.stderr, flush=True)
+    try:
+        for d, new in D.watch(log, mapping=mapping, **options):
+            step, was, last = int(d.log.step[-1]), last, d
+            if html and (new or not was): html.write_text(d.to_html(), encoding="utf8")
+            if as_json: print(json.dumps(_finite(dict(step=step, rows=len(d.log), healthy=not d.severe, verdict=d.verdict, new=[e.to_dict() for e in new])), allow_nan=False), flush=True); continue
+            if was is None or len(d.log) < len(was.log): print("the log was cut short or replaced: read anew\n" * bool(was) + f"step {step:,}: {d.verdict}", flush=True); continue
+            for e in new: print(f"step {step:,}: {D._say_event(d.log, e)}", flush=True)
+            if was.severe and not d.severe: print(f"step {step:,}: taken back, the rows since then say otherwise. {d.verdict}", flush=True)
+    except KeyboardInterrupt: pass
+    if last is None: return 0
+    if html: html.write_text(last.to_html(), encoding="utf8")
+    if not as_json: print(); _show(last, False, None)
+    return last.exit_status
+
 @app.command()
 def diagnose(log: Annotated[Path, typer.Argument(help="a training log in any form, or a run folder")], shard_tokens: Annotated[float | None, typer.Option(help="tokens in a shard: does an event fall on a boundary?")] = None,
              tokens_per_step: Annotated[float | None, typer.Option(help="where the log does not say it")] = None, mapping: MAP = None,
              follow: Annotated[bool, typer.Option("--follow", help="go on as the log grows")] = False, html: Annotated[Path | None, typer.Option(help="also write a page")] = None, as_json: JSON = False):
     "Read any training log and say what happened, when, how sure that is, and what would tell the remaining explanations apart."
     from shohin import diagnose as D
-    if follow:
-        from shohin.runlog import follow as watch
-        last = None
-        for grown in watch(log, _mapping(mapping)):
-            d = D.diagnose(grown, shard_tokens, tokens_per_step)
-            if d.verdict != last: last = d.verdict; print(f"step {int(grown.step.max())}: {d.verdict}", flush=True)
-        return
+    if follow: raise typer.Exit(_follow(D, log, html, as_json, shard_tokens=shard_tokens, tokens_per_step=tokens_per_step, mapping=_mapping(mapping)))
     d = D.diagnose(log, shard_tokens, tokens_per_step, _mapping(mapping))
     _show(d, as_json, html)
     raise typer.Exit(d.exit_status)

@@ -10,10 +10,11 @@ __all__ = ['DEFINITIONS', 'KINDS', 'LITERATURE', 'SEVERE', 'BLOCK', 'EXACT', 'RE
            'plot_text', 'render', 'to_html', 'RuleReplay', 'ReplayTable', 'replay_log', 'render_replay', 'replay_html',
            'Diff', 'diff']
 
-# %% ../nbs/31_diagnose.ipynb #ee643a5a
+# %% ../nbs/31_diagnose.ipynb #dfb327af
 import html
 import json
 import math
+import time
 import warnings
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from .guards import RULES, replay
 from .peek import visible
-from .runlog import RunLog, applied_mask, follow, raw_lines, read_log
+from .runlog import Follower, RunLog, applied_mask, raw_lines, read_log
 from .shards import UserError
 
 # %% ../nbs/31_diagnose.ipynb #debae689
@@ -304,7 +305,7 @@ def shifts(y: np.ndarray, taken: np.ndarray, rules: Rules) -> list[tuple[int, fl
         out.append((at, float(before), float(after), z, float(near)))
     return sorted(out)
 
-# %% ../nbs/31_diagnose.ipynb #ebd3a9fb
+# %% ../nbs/31_diagnose.ipynb #25c28eb7
 def _bins(y, most=128):
     size = max(4, -(-len(y) // most))
     cut = [y[i:i + size] for i in range(0, len(y), size)] if len(y) < 1 << 17 else np.array_split(y, most)
@@ -333,7 +334,8 @@ def slow_rise(y: np.ndarray, rules: Rules) -> tuple[int, int, float, float] | No
 
 def plateau(y: np.ndarray, step: np.ndarray, rules: Rules) -> tuple[int, float, float] | None:
     """(first row, level, fall that was promised) when the loss stopped falling: the last 40 % or more of the rows stay
-    within `flat`, although the trend before, straight in log(step), promised at least four times as much."""
+    within `flat`, although the trend before, straight in log(step), promised at least four times as much. A loss that has not
+    moved since the first step of a run is one too; nothing was promised (0.0)."""
     if len(y) < 200: return None
     c, size = _bins(y, 64)
     n = len(c)
@@ -345,10 +347,13 @@ def plateau(y: np.ndarray, step: np.ndarray, rules: Rules) -> tuple[int, float, 
         moved = np.median(rest[:third]) - np.median(rest[-third:])
         if abs(moved) > max(rules.flat * abs(level), sigma) or np.abs(rest - level).max() > 4 * sigma + 2 * rules.flat * abs(level): continue
         back = slice(max(0, p // 4), p + 1)
-        if x[p] - x[back][0] < 0.3: return None
+        if x[p] - x[back][0] < 0.3: break
         slope = float(np.polyfit(x[back], c[back], 1)[0])
         promised = -slope * (x[-1] - x[p])
-        return (int(p * size), level, promised) if promised > max(4 * max(rules.flat * abs(level), 2 * sigma), 0.02 * abs(level)) else None
+        if promised > max(4 * max(rules.flat * abs(level), 2 * sigma), 0.02 * abs(level)): return int(p * size), level, promised
+        break
+    level = float(np.median(c))
+    if step[0] <= 2 * np.median(np.diff(step)) and np.abs(c - level).max() <= rules.flat * abs(level): return 0, level, 0.0       # it never fell
     return None
 
 # %% ../nbs/31_diagnose.ipynb #1747fe58
@@ -504,7 +509,7 @@ def _domains_part(log: RunLog, row: int, width: int = 32) -> tuple[bool, str] | 
     part = most - least > 6 * math.hypot(n1, n2) and most - least > 0.02 * abs(np.nanmedian(log.loss[row:row + width])) and (least < 0.25 * most or most < 0.25 * least)
     return bool(part), f'{visible(up)} changed by {most:+.3f}, {visible(down)} by {least:+.3f}'
 
-# %% ../nbs/31_diagnose.ipynb #3de90f96
+# %% ../nbs/31_diagnose.ipynb #a3129bde
 def few_rows(y: np.ndarray, ratio: float = 1.5) -> tuple[int, int | None, str, float] | None:
     "(onset, row where it ended, kind, level before) when a short y (n,) rises to `ratio` x its lowest so far; else None."
     low = np.minimum.accumulate(y)
@@ -513,7 +518,7 @@ def few_rows(y: np.ndarray, ratio: float = 1.5) -> tuple[int, int | None, str, f
     t = int(over[0])
     before = float(low[t - 1])
     onset = t
-    while onset > 1 and y[onset - 1] > 1.05 * before: onset -= 1
+    while onset > 1 and y[onset - 1] > max(1.05 * before, before + 0.25 * (y[t] - before)): onset -= 1      # on its way up, not merely the higher of two rows
     peak = y[t:].max()
     after = float(np.median(y[t + int(np.argmax(y[t:])) + 1:][-8:])) if np.argmax(y[t:]) < len(y) - t - 1 else float(y[-1])
     back = np.flatnonzero(y[t:] < before + 0.25 * (peak - before))
@@ -523,7 +528,7 @@ def few_rows(y: np.ndarray, ratio: float = 1.5) -> tuple[int, int | None, str, f
     else: kind = 'level shift' if t - onset <= 2 else 'slow divergence'
     return onset, end, kind, before
 
-# %% ../nbs/31_diagnose.ipynb #c77df03f
+# %% ../nbs/31_diagnose.ipynb #d1700c87
 def segment_events(log: RunLog, k: int, rules: Rules) -> list[Event]:
     "The events whose onset lies in segment k of the log, judged with the rows that led to it."
     rows, seg = log.history(k), log.segments[k]
@@ -578,7 +583,7 @@ def segment_events(log: RunLog, k: int, rules: Rules) -> list[Event]:
         a, level, promised = flat
         gone = log.lr is not None and np.isfinite(log.lr[finite[a:]]).any() and np.nanmedian(log.lr[finite[len(finite) - 1 - (len(finite) - a) // 2:]]) < 0.2 * np.nanmax(log.lr[rows])
         if not gone: events.append(Event('plateau', int(s[a]), int(finite[a]), float(np.median(y[max(0, a - 32):a + 1])), level, level, None, _confidence(8, len(y) - a, False, 0.8), segment=k, rows=len(y) - a,
-                                         facts=[f'the loss stays at {level:.3f} from step {s[a]:,}; the trend before promised {promised:.3f} more']))
+                                         facts=[f'the loss stays at {level:.3f} from step {s[a]:,}; ' + (f'the trend before promised {promised:.3f} more' if promised else 'it has not fallen since the run began')]))
     for e in events: _relabel(log, e, rows, rules)
     return _unique(sorted(events, key=lambda e: (e.row, -e.severe)))
 
@@ -773,7 +778,7 @@ def _worst_nan(log, row, width=50):
     near = log.nonfinite[row:row + width]
     return int(np.argmax(near)) if near.any() else None
 
-# %% ../nbs/31_diagnose.ipynb #c890801b
+# %% ../nbs/31_diagnose.ipynb #7f3e4dc2
 def explain(log: RunLog, e: Event, events: list[Event], shard_tokens=None, tokens_per_step=None) -> list[Explanation]:
     "The explanations that an engineer would think of, ranked by the evidence in this log."
     data, unstable = Explanation('the data changed: a domain or shard boundary'), Explanation('an unstable update: learning rate, curvature, growing attention logits')
@@ -835,7 +840,8 @@ def _data_evidence(log, e, events, data, unstable, add, shard_tokens, tokens_per
     if parts and parts[0]: add(data, 1.5, parts[1])
     per = tokens_per_step or log.tokens_per_step
     if shard_tokens and per:
-        starts = sorted({min(1, int(log.step[0])), *(int(log.step[s.start]) for s in log.segments[:e.segment + 1])})
+        said = [int(log.step[row]) for row, _ in log.restarts if row <= e.row][-20:]              # a resume that repeats no step
+        starts = sorted({min(1, int(log.step[0])), *(int(log.step[s.start]) for s in log.segments[:e.segment + 1]), *said})
         start, _, off = min(boundary_fit(e.onset, starts, shard_tokens, per) or [(0, 1, 1 << 40)], key=lambda b: abs(b[2]))
         steps = shard_tokens / per
         tolerance = max(1, log.interval)
@@ -912,7 +918,7 @@ def advise(log: RunLog, e: Event) -> None:
     elif e.kind == 'outlier': e.mend = ['nothing to do']
     elif e.kind == 'plateau': e.mend = ['check that updates are applied and the learning rate is what you think; then data and size']
 
-# %% ../nbs/31_diagnose.ipynb #3168252c
+# %% ../nbs/31_diagnose.ipynb #4cd561b3
 @dataclass
 class Diagnosis:
     "What happened in one log. `events` in order of training, the severe ones first in `verdict`."
@@ -935,6 +941,7 @@ class Diagnosis:
     def render(self, width: int = 100, color: bool = True) -> str: return render(self, width, color)
     def to_html(self) -> str: return to_html(self)
 
+@np.errstate(over='ignore', invalid='ignore', divide='ignore')      # a log may hold 1e308
 def diagnose(log, shard_tokens: float | None = None, tokens_per_step: float | None = None, mapping: dict[str, str] | None = None, rules: Rules | None = None) -> Diagnosis:
     """What happened in this run, when, how sure that is, and what would tell the remaining explanations apart.
 
@@ -960,18 +967,24 @@ def _limit(events, most: int = 200):
     kept = {id(e) for e in minor} | {id(e) for e in [x for x in events if x.severe][:most]}
     return [e for e in events if id(e) in kept]
 
-# %% ../nbs/31_diagnose.ipynb #6b9c84f1
+# %% ../nbs/31_diagnose.ipynb #ee7c490f
 def watch(path, every: float = 2.0, until=None, mapping=None, **options):
     """Yield (Diagnosis, [events that were not there before]) each time the log at `path` has grown. An event counts as known
-    once its kind was reported within 20 rows of it: its end and heights may still change."""
-    known = []
-    for log in follow(path, mapping, every, until):
-        d = diagnose(log, **options)
-        new = [e for e in d.events if not any(e.kind == k and e.signal == s and abs(e.row - r) <= 20 for k, s, r in known)]
-        known += [(e.kind, e.signal, e.row) for e in new]
-        yield d, new
+    once its kind was reported within 20 rows of it: its end and heights may still change. A log that was cut short or
+    replaced is another log, and all of its events are new. Ends when `until()` is true."""
+    follower, known, file = Follower(path, mapping), [], 0
+    while True:
+        start = time.perf_counter()
+        if (log := follower.poll()) is not None:
+            if follower.file != file: known, file = [], follower.file
+            d = diagnose(log, **options)
+            new = [e for e in d.events if not any(e.kind == k and e.signal == s and abs(e.row - r) <= 20 for k, s, r in known)]
+            known += [(e.kind, e.signal, e.row) for e in new]
+            yield d, new
+        if until is not None and until(): return
+        time.sleep(max(every, 4 * (time.perf_counter() - start) if log is not None else 0))
 
-# %% ../nbs/31_diagnose.ipynb #e232a4f2
+# %% ../nbs/31_diagnose.ipynb #21a9de3c
 GRAVITY = ('guard freeze', 'nan', 'warm-up blow-up', 'level shift', 'data shift', 'slow divergence', 'bad spike', 'plateau', 'recovered spike', 'rate bump', 'step down', 'outlier')
 
 def _say_event(log: RunLog, e: Event) -> str:
@@ -1008,7 +1021,7 @@ def _say_cause(e: Event) -> str:
 def verdict(log: RunLog, events: list[Event]) -> str:
     "The summary: one to four sentences."
     runs = 1 + max(s.run for s in log.segments)
-    span = f'{len(log):,} rows, steps {log.step.min():,} to {log.step.max():,}' + (f', {runs} runs' if runs > 1 else '')
+    span = f'{len(log):,} row{"s" if len(log) > 1 else ""}, steps {log.step.min():,} to {log.step.max():,}' + (f', {runs} runs' if runs > 1 else '')
     severe = [e for e in events if e.severe]
     loss = [e for e in events if e.signal == 'loss']
     if not severe:
@@ -1018,7 +1031,7 @@ def verdict(log: RunLog, events: list[Event]) -> str:
         main = next((e for e in loss if e.kind in ('plateau', 'recovered spike')), None)
         head = f'No lasting damage in {span}.' if main else f'Healthy: {span}, no spike, step or divergence.'
         if main: head += ' ' + _say_event(log, main)
-        if len(log) < 50: head += f' With {len(log)} rows only what is gross can be seen.'
+        if len(log) < 50: head += f' With {len(log)} row{"s" if len(log) > 1 else ""} only what is gross can be seen.'
         return head + (f' Also: {", ".join(minor)}.' if minor and (len(loss) > bool(main) or grads) else '')
     worst = min(severe, key=lambda e: (GRAVITY.index(e.kind), e.row))
     text = _say_event(log, worst) + ' ' + _say_cause(worst)

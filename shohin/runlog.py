@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'RANK', 'COLUMNS', 'EVAL_WORDS', 'LOSS_WORDS', 'OTHER_EVAL', 'NOT_LOSS', 'DOMAIN', 'COUNTS', 'NAN', 'DIGITS',
-           'VALUE', 'SUFFIX', 'NUMBER', 'SEPARATOR', 'ANSI', 'UNIT', 'EVAL_LINE', 'BAR', 'LEVANTER', 'DIALECTS',
-           'CLICHES', 'FACTS', 'DIGIT', 'HINT', 'BLOCK', 'REMARKS', 'MAX_TEXT', 'PHASE', 'RUN', 'DECISION',
+           'VALUE', 'SUFFIX', 'NUMBER', 'SEPARATOR', 'ANSI', 'UNIT', 'EVAL_LINE', 'BAR', 'EPOCH', 'LEVANTER',
+           'DIALECTS', 'CLICHES', 'FACTS', 'DIGIT', 'HINT', 'BLOCK', 'REMARKS', 'MAX_TEXT', 'PHASE', 'RUN', 'DECISION',
            'MAX_DOCUMENT', 'CHUNK', 'HEAD', 'MAX_LINE', 'FILES', 'classify', 'number', 'floats', 'explicit', 'scan',
            'Rows', 'Shape', 'remark', 'TextReader', 'squash', 'applied_mask', 'RecordReader', 'JsonlReader',
            'find_records', 'flat_objects', 'CsvReader', 'sniff_table', 'read_parquet', 'read_events', 'Series',
            'Segment', 'RunLog', 'choose', 'build', 'from_columns', 'Lines', 'open_stream', 'detect', 'read_document',
            'find_log', 'read_log', 'Follower', 'follow', 'raw_lines']
 
-# %% ../nbs/30_runlog.ipynb #1b07134f
+# %% ../nbs/30_runlog.ipynb #82c328c4
 import codecs
 import csv
 import gzip
@@ -24,6 +24,7 @@ import re
 import struct
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -58,7 +59,7 @@ NAMES = {column: names.split() for column, names in dict(
 RANK = {name: (column, i) for column, names in NAMES.items() for i, name in enumerate(names)}
 COLUMNS = ('step', 'tokens', 'loss', 'grad_norm', 'lr', 'update_norm', 'skipped', 'throughput', 'time')
 
-# %% ../nbs/30_runlog.ipynb #a647cd6f
+# %% ../nbs/30_runlog.ipynb #30e91ee2
 EVAL_WORDS = {'val', 'valid', 'validation', 'eval', 'evaluation', 'evals', 'test', 'dev', 'heldout', 'holdout', 'probe', 'probes', 'tel'}
 LOSS_WORDS = {'loss', 'bpb', 'nll', 'ce', 'xent', 'entropy', 'nats', 'bits', 'bpc', 'tel', 'value', 'lm'}
 OTHER_EVAL = {'acc', 'accuracy', 'ppl', 'perplexity', 'score', 'bleu', 'f1', 'em', 'eva', 'core', 'hellaswag', 'mmlu'}
@@ -86,6 +87,7 @@ def classify(key: str) -> tuple | None:
     if squashed in RANK: return RANK[squashed]
     if kinds & NOT_LOSS: return None
     tail = re.split(r'/| - |:|\.', low)[-1]                    # 'run 7 - train/loss', 'model.metrics.loss'
+    if re.match(r'(?:ms|s|secs?|seconds|toks?|tokens|samples|examples)\s*/', low): return None          # 'ms/batch' is a time
     found = RANK.get(re.sub(r'[^a-z0-9]+', '', tail)) if tail != low else None
     return (found[0], found[1] + 100) if found else None
 
@@ -123,13 +125,14 @@ def explicit(values: np.ndarray, column=None) -> np.ndarray:
         if v is not None and (isinstance(v, float) or (isinstance(v, str) and number(v) is not None)): values[i] = np.inf
     return values
 
-# %% ../nbs/30_runlog.ipynb #983a5d31
+# %% ../nbs/30_runlog.ipynb #7ead6a04
 NUMBER = re.compile(rf'(?<![\w.])({VALUE})([KMGBT](?![A-Za-z]))?')
 SEPARATOR = re.compile(r'[|,;()\[\]{}<>\t]| {2,}| - ')
 ANSI = re.compile(r'\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])')
 UNIT = re.compile(r'\s*(tok(?:ens)?/s(?:ec)?)\b')
 EVAL_LINE = re.compile(r'(?i)(?<![\w./])(val|valid|validation|validating|validate|eval|evaluation|evaluating|test)(?![\w./])')
-BAR = re.compile(r'[|%].{0,200}?(?<![\w.])(\d+)/(\d+) \[')
+BAR = re.compile(r'(?:[|%].{0,200}?(?<![\w.])|^\W*)(\d+)/(\d+) \[|(?<![\w./])(\d+)/ *(\d+) batches\b|logging_writer\S* \[(\d+)\]')
+EPOCH = re.compile(r'(?i)\bepochs?\b[ \t:=\[#]{0,3}(\d+)(?![\d.])')
 LEVANTER = re.compile(r'Progress on:\s*train (?:\s*)([\d.]+[kKMG]?)it/([\d.]+[kKMG]?)it')
 
 def scan(line: str) -> list[tuple[str, re.Match]]:
@@ -142,7 +145,7 @@ def scan(line: str) -> list[tuple[str, re.Match]]:
         tied = gap[len(key):].lstrip('"\' ')[:1] in (':', '=') and gap != key
         if cut := list(SEPARATOR.finditer(key)): key = key[cut[-1].end():]
         key = key.strip(' :="\'')
-        found = classify(key) if key else None
+        found = classify(key) if key and (tied or len(key) > 1) else None            # 'I 12:00' is a time of day, 's:12' a step
         if found is None and key and (tied or not started):
             words = key.split()
             if {'of', 'per', 'nan', 'total', 'max', 'number'} & set(words[:-1]): words = []
@@ -257,7 +260,7 @@ def remark(rows: Rows, line: str, i: int) -> bool:
             if value and value >= 1000: rows.facts[fact] = (value, i)
     return skipped
 
-# %% ../nbs/30_runlog.ipynb #1fce0835
+# %% ../nbs/30_runlog.ipynb #69ecd74c
 class TextReader:
     "Lines of text, fed in any portions, to `rows`. `mapping` {column: name} adds names that are not known."
     def __init__(self, rows: Rows, mapping: dict | None = None):
@@ -289,6 +292,7 @@ class TextReader:
         for shape in self.shapes: shape.flush(self.rows)
         self._drop_torn()
         if not self.found and len(self.stepless) >= 5:
+            if any(v['step'] == v['step'] for _, v in self.stepless): self.rows.facts['epochs'] = (1, 1)
             for i, values in self.stepless: self.rows.row(i, values)
         self.rows.flush()
 
@@ -337,11 +341,12 @@ def _release(self):
 
 TextReader._scan, TextReader.slow, TextReader._continue, TextReader._release = _scan_known, _slow, _continue, _release
 
-# %% ../nbs/30_runlog.ipynb #6d43273f
+# %% ../nbs/30_runlog.ipynb #36922f02
 def _remark(self, line: str, i: int): self.skip |= remark(self.rows, line, i)
 
 def _row(self, line: str, i: int, whole: bool = False):
     "A line with numbers: a row, the head of a block, an evaluation, a progress bar, or none of them."
+    if re.match(r's:\d+ eval:', line): return             # llm.c: the accuracy on HellaSwag
     rows, pairs, extra = self.rows, self._scan(line), {}
     kinds = {k: self.names.get(k) or (classify(k) or (None,))[0] for k, _ in pairs}
     for k in kinds: rows.seen[k] = rows.seen.get(k, 0) + 1
@@ -354,7 +359,7 @@ def _row(self, line: str, i: int, whole: bool = False):
         self.last_step = number(best[1][0])
         if (of := re.match(r'\s*/\s*(\d+)', line[best[1].end():])) and len(of[1]) < 16: rows.facts.setdefault('total_steps', (int(of[1]), i))
     elif m := BAR.search(line):
-        self.bar = extra['step'] = int(m[1])
+        self.bar = extra['step'] = int(m[1] or m[3] or m[5])
     metrics = [k for k in kinds if kinds[k] not in (None, 'step', 'time', 'throughput', 'tokens')]
     if not metrics or (not steps and 'step' not in extra and 'eval' not in kinds.values() and 'loss' not in kinds.values()):
         if steps and not whole and '|' in line and 'iteration' in line: self.held = (i, line); return
@@ -369,9 +374,10 @@ def _row(self, line: str, i: int, whole: bool = False):
         self.held = (i, line); return                        # Megatron ends a record with '|': this one was wrapped
     if not steps and 'step' not in extra:
         if 'loss' in kinds.values():                         # a record without a step: a bar before it may have said
-            if line.lstrip()[:1] != '{' and not re.match(r'(?i)\W*(train\w*[ _])?loss\b', line): return self._remark(line, i)
+            epoch = EPOCH.search(line)
+            if not epoch and line.lstrip()[:1] != '{' and not re.match(r'(?i)\W*(train\w*[ _])?loss\b', line): return self._remark(line, i)
             if self.bar is None:
-                if len(self.stepless) < 1_000_000: self.stepless.append((i, {'step': math.nan} | {k: number(m[0]) for k, m in pairs}))
+                if len(self.stepless) < 1_000_000: self.stepless.append((i, {'step': float(epoch[1]) if epoch else math.nan} | {k: number(m[0]) for k, m in pairs}))
                 return
             extra['step'], self.bar = self.bar, None
         elif self.last_step is not None and re.match(r'(?i)\W{0,3}(?:\w+ ){0,2}?val\w*[ _.]*(?:loss|bpb)[ :]+\S+\W*$', line): extra['step'] = self.last_step
@@ -382,7 +388,7 @@ def _row(self, line: str, i: int, whole: bool = False):
     if EVAL_LINE.search(line[max(0, where - 60):where]):
         pairs = [(f'validation {k}' if kinds[k] == 'loss' else k, m) for k, m in pairs]
         pairs = [(k, m) for k, m in pairs if kinds.get(k, 'eval') in ('step', 'eval')]
-    skip = bool(re.search(r'(?i)\[skip|\bskipp(?:ed|ing)\b(?! iter)', line))
+    skip = bool(re.search(r'(?i)\[skip|\bskipp(?:ed|ing)\b(?! iter| *["\']?[=:] *["\']?\d)', line))      # but not DeepSpeed's counter, skipped=0
     if skip or self.skip: extra['skipped'] = 1.0
     dialect = next((n for n, p in DIALECTS if p.search(line)), 'key-value lines')
     learnable = not whole and not self.skip and 'step' not in extra and len(self.shapes) < 24
@@ -838,7 +844,7 @@ def _gather(pieces, key: str, n: int) -> np.ndarray:
         at += len(lines)
     return out
 
-# %% ../nbs/30_runlog.ipynb #846ca823
+# %% ../nbs/30_runlog.ipynb #75c7594d
 def build(rows: Rows, path: str, format: str, mapping: dict | None = None) -> RunLog:
     "Put the pieces together; raises UserError when there are no training steps in them."
     mapping, notes, pieces = mapping or {}, [], rows.pieces
@@ -862,6 +868,13 @@ def build(rows: Rows, path: str, format: str, mapping: dict | None = None) -> Ru
     for key, c in ((k, classify(k)) for k in coverage):
         if c and c[0] in ('eval', 'domain', 'count') and coverage[key] and key not in mapping.values(): table[(c[0], c[1])] = get(key)
     run = get('__run') if '__run' in coverage else None
+    if 'loss' not in table and (parts := [k for k in table if k[0] == 'domain']):
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            table['loss'] = np.nanmean([table[k] for k in parts], axis=0)
+        named['loss'] = ' + '.join(k[1] for k in parts)
+        if len(parts) > 1: notes.append(f'no total loss in this log: the mean of {_some([k[1] for k in parts], 5)} stands in for it')
+        else: del table[parts[0]]
     if 'loss' not in table:
         evals = [k for k in table if k[0] == 'eval']
         if not evals: raise UserError(_nothing(rows, path, format, n))
@@ -888,12 +901,13 @@ def _steps(pieces, named, n, order) -> np.ndarray:
         at += len(lines)
     return out if order is None else out[order]
 
-# %% ../nbs/30_runlog.ipynb #906b0707
+# %% ../nbs/30_runlog.ipynb #3fff8767
 def _finish(rows, path, format, named, table, line, run, notes) -> RunLog:
     step = table.pop('step')
     evals = {k[1]: table.pop(k) for k in list(table) if k[0] == 'eval'}
     step, note = _number_steps(step, np.isfinite(table['loss']) | np.isinf(table['loss']))
     if note: notes.append(note)
+    if run is None: step = _through_epochs(step, table['loss'], notes)
     series = {name: Series(step[there].astype(np.int64), np.where(np.isinf(v[there]), np.nan, v[there]), line[there])
               for name, v in evals.items() if (there := ~np.isnan(v) & ~np.isnan(step)).any()}
     train = [c for c in ('loss', 'grad_norm', 'update_norm', 'skipped') if c in table]
@@ -933,6 +947,23 @@ def _number_steps(step, has_loss):
         return np.where(has_loss, np.cumsum(has_loss), np.nan).astype(float), 'the step column holds no whole numbers: rows are numbered 1, 2, 3, ...'
     if not lost.any(): return step, None
     return step, f'{int(lost.sum()):,} losses without a step passed over'
+
+def _through_epochs(step, loss, notes):
+    """Steps that are counted anew in each epoch are numbered through: they begin at 0 or 1 at least three times, after as many
+    steps each time, and the loss goes on where it was. Runs that begin anew begin with a high loss."""
+    rows = np.flatnonzero(np.isfinite(loss) & np.isfinite(step))
+    s, y = step[rows], loss[rows]
+    cut = np.flatnonzero(np.diff(s) < 0) + 1
+    if len(cut) < 2: return step
+    edges, gaps = np.r_[0, cut, len(s)], np.diff(s)
+    interval, first, last = float(np.median(gaps[gaps > 0])) if (gaps > 0).any() else 1.0, s[edges[:-1]], s[cut - 1]
+    if first.max() > 2 * interval or np.ptp(first) > interval or np.ptp(last) > max(interval, 0.02 * last.max()): return step
+    w = int(min(10, np.diff(edges).min()))
+    begin, end = np.array([np.median(y[a:a + w]) for a in edges[:-1]]), np.array([np.median(y[b - w:b]) for b in edges[1:]])
+    if not begin[0] > end[0] or np.median(begin[1:] - end[:-1]) > 0.3 * (begin[0] - end[0]): return step
+    per = float(last.max() - first.min() + interval)
+    notes.append(f'the step starts over {len(cut):,} times after {per:,.0f} steps while the loss goes on: read as the step within an epoch, numbered through')
+    return step + per * np.searchsorted(rows[cut], np.arange(len(step)), 'right')
 
 def _carry_lr(lr, has_loss):
     "A learning rate that is logged in rows of its own is carried to the rows of the loss."
@@ -1011,7 +1042,7 @@ def _kinds(log, cuts, run) -> list[Segment]:
         out.append(Segment(number_, a, b, kind, came if kind == 'restart' else None))
     return out
 
-# %% ../nbs/30_runlog.ipynb #1cd6d00e
+# %% ../nbs/30_runlog.ipynb #25388d34
 def _values(log: RunLog, rows, notes):
     "From inf-means-not-finite to nan and a mask; a loss that is missing where it never is counts as not finite."
     loss = log.loss
@@ -1084,6 +1115,7 @@ def _say(log: RunLog, rows, notes):
     if log.interval > 1: notes.append(f'one row every {log.interval:,} steps: what happens between two rows is not in the log')
     if 'Megatron' in log.format and log.interval > 1: notes.append('Megatron prints the mean over an interval: a one-step spike is diluted')
     if 'nanochat' in log.format: notes.append('nanochat prints a smoothed loss: a one-step spike is spread over about ten steps')
+    if 'epochs' in rows.facts: notes.append('no step in this log: rows are numbered by their epoch')
     if 'rounded_step' in rows.facts: notes.append('Levanter rounds the step in its progress line: steps are approximate')
     if 'guessed_value' in rows.facts: notes.append("the column 'Value' was taken for the loss")
     restarts = [s for s in log.segments if s.kind == 'restart']
@@ -1224,7 +1256,7 @@ class _Chain(io.RawIOBase):
         data = self.stream.read(len(b)); b[:len(data)] = data
         return len(data)
 
-# %% ../nbs/30_runlog.ipynb #8113014f
+# %% ../nbs/30_runlog.ipynb #7b665168
 FILES = ('log.jsonl', 'trainer_state.json', 'metrics.csv', '*tfevents*', 'metrics.jsonl', '*.jsonl', 'log.txt', 'main.log', '*.log', '*.csv', '*.parquet')
 
 def find_log(path) -> list[Path]:
@@ -1248,17 +1280,26 @@ def read_log(path, mapping: dict[str, str] | None = None) -> RunLog:
     except Exception as e:
         if type(e).__name__ != 'ZstdError': raise
         raise UserError(f'{visible(path)}: damaged zstd data: {visible(str(e))[:120]}') from None
-    log = build(rows, str(paths[0]), _format(kind, rows), mapping)
+    try: log = build(rows, str(paths[0]), _format(kind, rows), mapping)
+    except UserError:
+        if kind not in ('jsonl', 'table', 'document') or mapping or str(paths[0]) == '-': raise
+        rows = Rows()                                             # {"log": "step 1 loss 2.5"}: the rows stand in what was said
+        _read_into(rows, paths, None, 'text')
+        try: log = build(rows, str(paths[0]), _format('text', rows))
+        except UserError: log = None
+        if log is None: raise
+        log.notes.append('the rows stand inside messages: read as text')
     if 'broken_document' in rows.facts: log.notes.append('the JSON document is cut off or damaged: read as far as its records are whole')
     if 'no_header' in rows.facts: log.notes.append('no header: the columns were taken as ' + ', '.join(c for c in log.mapping))
     if Path(str(path)).is_dir(): log.notes.append(f'read {visible(str(paths[0]))}' + (f' and {len(paths) - 1} more event files' if len(paths) > 1 else ''))
     return log
 
-def _read_into(rows, paths, mapping) -> str:
+def _read_into(rows, paths, mapping, kind=None) -> str:
     stream = open_stream(paths[0])
     with stream:
         head = stream.peek(HEAD)[:HEAD] if str(paths[0]) == '-' else stream.read(HEAD)
-        kind, encoding = detect(head, paths[0], mapping)
+        found, encoding = detect(head, paths[0], mapping)
+        kind = kind or found
         if kind == 'parquet': read_parquet(paths[0], rows, mapping); return kind
         stream = io.BufferedReader(_Chain(head if str(paths[0]) != '-' else b'', stream), CHUNK)
         if kind == 'document': read_document(stream, encoding, paths[0], rows, mapping); return kind
@@ -1279,12 +1320,14 @@ def _read_into(rows, paths, mapping) -> str:
         reader.close()
     return kind
 
-# %% ../nbs/30_runlog.ipynb #94fe965f
+# %% ../nbs/30_runlog.ipynb #07e11f05
 class Follower:
     """A log that is still being written. `poll()` reads what was added and gives the whole log, or None when nothing new
-    is there. An unfinished last line waits; a file that shrank, or was replaced, is read anew."""
+    is there (yet). An unfinished last line waits; a file that shrank, was replaced or begins otherwise than before is read
+    anew, and counts as another `file`. Raises UserError for what will never be a log."""
     def __init__(self, path, mapping: dict[str, str] | None = None):
-        self.path, self.mapping = find_log(path)[-1], mapping
+        if str(path) == '-': raise UserError('standard input cannot be followed: give the file')
+        self.path, self.mapping, self.file, self.began = find_log(path)[-1], mapping, 0, b''
         self._reset()
 
     def _reset(self): self.rows, self.reader, self.offset, self.size, self.kind, self.identity = Rows(), None, 0, 0, None, None
@@ -1292,14 +1335,17 @@ class Follower:
     def poll(self) -> RunLog | None:
         try: stat = os.stat(self.path)
         except OSError: return None
-        if stat.st_size < self.size or self.identity not in (None, stat.st_ino): self._reset()
-        if stat.st_size == self.size: return None
-        self.identity, self.size = stat.st_ino, stat.st_size
-        if self.kind is None:
+        if stat.st_size == self.size and self.identity in (None, stat.st_ino): return None
+        try:
             with open(self.path, 'rb') as f: head = f.read(HEAD)
+        except PermissionError: raise UserError(f'{visible(self.path)}: cannot be read: permission denied') from None
+        except OSError: return None
+        if stat.st_size < self.size or self.identity not in (None, stat.st_ino) or head[:len(self.began)] != self.began: self._reset(); self.file += 1
+        self.identity, self.size, self.began = stat.st_ino, stat.st_size, head[:256]
+        if self.kind is None:
             packed = head[:2] == b'\x1f\x8b' or head[:4] == b'\x28\xb5\x2f\xfd'
-            try: self.kind, self.encoding = ('document', '') if packed else detect(head, self.path, self.mapping)
-            except UserError: return None                                # nothing to recognise yet
+            if not head.strip(b' \t\r\n\x00'): return None              # nothing to recognise yet
+            self.kind, self.encoding = ('document', '') if packed else detect(head, self.path, self.mapping)
             self.lines, self.skip = Lines(self.rows, self.encoding or 'utf-8'), 0
         if self.kind in ('document', 'parquet', 'events'):             # not a file of lines: read it whole
             self.kind = None
@@ -1317,7 +1363,7 @@ class Follower:
         self.rows.flush()
         try: return build(self.rows, str(self.path), _format(self.kind, self.rows), self.mapping)
         except UserError:
-            if stat.st_size < CHUNK: self._reset(); self.size = stat.st_size   # too little to tell the format by: look again
+            if stat.st_size < CHUNK: self._reset(); self.size, self.identity = stat.st_size, stat.st_ino   # too little to tell the format by: look again
             return None
 
 def follow(path, mapping=None, every: float = 2.0, until=None):

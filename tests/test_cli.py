@@ -117,6 +117,51 @@ def test_hostile_text_never_reaches_the_terminal_raw(tmp_path):
     assert r.returncode == 2 and "\x1b" not in r.stderr
 
 
+def test_following_tells_each_event_once_and_ends_with_ctrl_c(tmp_path):
+    "A log that is not there yet, grows, breaks, is cut short and is replaced."
+    import signal
+    import time
+    path, run = tmp_path / "run.log", lambda a, b, at=10**9: "".join(f"step {s} loss {(2 if s < at else 4) + s * 7 % 13 / 999:.4f}\n" for s in range(a, b))
+    p = subprocess.Popen([*SHOHIN, "diagnose", str(path), "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    try:
+        assert "waiting for" in p.stderr.readline()
+        path.write_text(run(1, 200) + "step 200 lo")                              # the last line is not whole
+        assert p.stdout.readline().startswith("step 199: Healthy")
+        with open(path, "a") as f: f.write("ss 2.0100\n" + run(201, 300, 250))
+        assert p.stdout.readline().startswith("step 299: A cliff at step 250")
+        path.write_text(run(1, 100))
+        assert [p.stdout.readline()[:20] for _ in range(2)] == ["the log was cut shor", "step 99: Healthy: 99"]
+        (tmp_path / "new").write_text(run(1001, 1090, 1050))
+        (tmp_path / "new").replace(path)
+        assert [p.stdout.readline()[:27] for _ in range(2)] == ["the log was cut short or re", "step 1,089: A cliff at step"]
+        time.sleep(.1)
+        p.send_signal(signal.SIGINT)
+        out, err = p.communicate(timeout=30)
+        assert p.returncode == 1 and "A cliff at step 1,050" in out and err == ""
+    finally: p.kill()
+
+
+def test_following_as_json_is_one_document_a_line(tmp_path):
+    import signal
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps({"step": 1000 + s, "loss": 2.0 if s < 50 else 5.0}) + "\n" for s in range(99)))
+    p = subprocess.Popen([*SHOHIN, "diagnose", str(path), "--follow", "--json", "--html", str(tmp_path / "page.html")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    try:
+        doc = json.loads(p.stdout.readline())
+        assert doc["step"] == 1098 and not doc["healthy"] and [(e["kind"], e["onset"]) for e in doc["new"]] == [("level shift", 1050)]
+        p.send_signal(signal.SIGINT)
+        out, err = p.communicate(timeout=30)
+        assert (p.returncode, out, err) == (1, "", "") and "step 1,050" in (tmp_path / "page.html").read_text()
+    finally: p.kill()
+
+
+def test_what_cannot_be_followed_is_one_line(tmp_path):
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 99)
+    one_line(call("diagnose", tmp_path / "binary", "--follow"), "binary data")
+    one_line(call("diagnose", "-", "--follow"), "cannot be followed")
+    one_line(call("diagnose", tmp_path, "--follow"), "no log in this folder")
+
+
 @pytest.mark.parametrize("command", ["scan", "audit", "peek"])
 def test_data_commands_import_no_torch(corpus, command):
     code = f"import sys; sys.argv = ['shohin', '{command}', {str(corpus)!r}, '--json']\nimport shohin.cli as c\ntry: c.main()\nexcept SystemExit: pass\nprint([m for m in ('torch', 'pandas', 'matplotlib') if m in sys.modules], file=sys.stderr)"
