@@ -10,10 +10,11 @@ __all__ = ['DEFINITIONS', 'KINDS', 'LITERATURE', 'SEVERE', 'BLOCK', 'EXACT', 'RE
            'plot_text', 'render', 'to_html', 'RuleReplay', 'ReplayTable', 'replay_log', 'render_replay', 'replay_html',
            'Diff', 'diff']
 
-# %% ../nbs/31_diagnose.ipynb #dfb327af
+# %% ../nbs/31_diagnose.ipynb #a57097ab
 import html
 import json
 import math
+import shlex
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
@@ -118,7 +119,7 @@ class Rules:
     grad_z: float = 9.0             # gradient norms, on a log scale
     grad_ratio: float = 4.0
 
-# %% ../nbs/31_diagnose.ipynb #b488d007
+# %% ../nbs/31_diagnose.ipynb #8f7d0dcd
 BLOCK, EXACT = 16, 512
 REACH = 2.33                        # a standard normal goes this far one time in a hundred
 
@@ -131,7 +132,15 @@ def band(y: np.ndarray, hole: np.ndarray | None = None) -> tuple[np.ndarray, np.
     reach / 2.33. `hole` (n,) marks rows after a hole in the steps: the difference to the row before is no noise."""
     n = len(y)
     base, sigma = np.full(n, np.nan), np.full(n, np.nan)
-    for i in range(2, min(n, EXACT)):
+    windows, first = np.lib.stride_tricks.sliding_window_view, min(n, EXACT)
+    whole = n > 192 and (hole is None or not hole[:first].any())            # all at once where windows are full, as the loop does it row by row
+    if whole:
+        base[64:first] = np.minimum(np.median(windows(y[48:first - 1], 16), axis=1), np.median(windows(y[:first - 1], 64), axis=1))
+        s = np.quantile(windows(np.abs(np.diff(y[:first - 1])), 63), 0.8, axis=1) / 1.812 * (1 + 4 / 64)
+        blocks = windows(y[:first - 1], 128).reshape(-1, 8, BLOCK)
+        s[64:] = np.maximum(0.5 * s[64:], np.partition(blocks.max(2) - np.median(blocks, axis=2), -4, axis=1)[:, -4] / 1.85)
+        sigma[64:first] = np.maximum(s, 0.003 * np.abs(base[64:first]))
+    for i in range(2, 64 if whole else first):
         w = y[max(0, i - 64):i]
         base[i] = min(np.median(w[-16:]), np.median(w))
         d = np.diff(w) if hole is None else np.diff(w)[~hole[max(0, i - 64) + 1:i]]
@@ -142,9 +151,8 @@ def band(y: np.ndarray, hole: np.ndarray | None = None) -> tuple[np.ndarray, np.
         sigma[i] = max(s, (0.003 if len(w) >= 12 else 0.02) * abs(base[i]))
     if n <= EXACT: return base, sigma
     blocks = y[:n // BLOCK * BLOCK].reshape(-1, BLOCK)
-    middle, first = np.median(blocks, axis=1), EXACT // BLOCK
+    middle, first = np.median(blocks, axis=1), EXACT // BLOCK              # windows: of the blocks before block j
     reach = blocks.max(1) - middle
-    windows = np.lib.stride_tricks.sliding_window_view                      # of the blocks before block j
     level = np.minimum(middle[first - 1:], np.median(windows(middle, 8), axis=1)[first - 8:])
     spread = np.partition(windows(reach, 32), -5, axis=1)[:, -5][first - 32:] / REACH
     between = np.median(np.abs(windows(np.diff(middle), 15)), axis=1)[first - 16:] / 0.954   # the level itself wanders
@@ -305,11 +313,13 @@ def shifts(y: np.ndarray, taken: np.ndarray, rules: Rules) -> list[tuple[int, fl
         out.append((at, float(before), float(after), z, float(near)))
     return sorted(out)
 
-# %% ../nbs/31_diagnose.ipynb #25c28eb7
+# %% ../nbs/31_diagnose.ipynb #a7484a2d
 def _bins(y, most=128):
     size = max(4, -(-len(y) // most))
-    cut = [y[i:i + size] for i in range(0, len(y), size)] if len(y) < 1 << 17 else np.array_split(y, most)
-    return np.array([np.median(b) for b in cut]), size if len(y) < 1 << 17 else len(y) / most
+    if len(y) >= 1 << 17: return np.array([np.median(b) for b in np.array_split(y, most)]), len(y) / most
+    whole = len(y) // size * size
+    c = np.median(y[:whole].reshape(-1, size), axis=1)
+    return np.r_[c, np.median(y[whole:])] if whole < len(y) else c, size
 
 def slow_rise(y: np.ndarray, rules: Rules) -> tuple[int, int, float, float] | None:
     "(first row, last row, lowest level, highest level after it) of the largest rise without a step, or None."
@@ -885,21 +895,30 @@ def _plateau_explanations(log, e, guard, rate):
         if abs(level - v) < 0.06: limit.score += 2; limit.evidence_for.append(f'the level is {name} ({v:.2f}): nothing was learned')
     return sorted([limit, rate, guard], key=lambda x: -x.score)
 
-# %% ../nbs/31_diagnose.ipynb #f769af6c
+# %% ../nbs/31_diagnose.ipynb #dfdfb227
+def _places(log: RunLog) -> tuple[str, str, str]:
+    "(the log, what names its data, its run folder) as they stand in a command: of a run folder of ours all are known."
+    path = Path(log.path)
+    try: ours, here = path.name == 'log.jsonl' and (path.parent / 'config.json').is_file(), path.is_file()
+    except (OSError, ValueError): ours = here = False
+    name = lambda p: shlex.quote(visible(str(p)))
+    return name(path) if here else 'LOG', f'--run {name(path.parent)}' if ours else 'CORPUS', name(path.parent) if ours else 'RUN'
+
 def advise(log: RunLog, e: Event) -> None:
     "Fill in the tests, the mend and the steps to skip of one event."
+    file, data, run = _places(log)
     grad = _lead(log, e, 'grad_norm')
     first = e.onset - (grad.steps if isinstance(grad, Lead) and grad.alike is None and 0 < grad.steps < 100 * log.interval else 0)
     top = [x.name for x in e.explanations if x.standing in ('supported', 'possible')][:2] or [x.name for x in e.explanations[:2]]
-    tell = {'the data': [('what the batches around it hold: domain, shard, text', f'shohin peek --step {e.onset} --around 2'), ('whether the order makes such steps, and where the next one is', 'shohin audit')],
-            'an unst': [('whether the same batches do it again from an earlier state: go back, run on, then once more with these steps skipped', f'shohin attribute RUN --step {e.onset}   (a run folder of shohin; elsewhere: restart from before step {first})')],
-            'a guard': [('which guards would have let go, and when', 'shohin replay LOG')],
-            'a resta': [('whether optimizer state and data position came back', 'shohin diff LOG OTHER_LOG   (the run before the restart beside the one after)')],
+    tell = {'the dat': [('what the batches around it hold: domain, shard, text', f'shohin peek {data} --step {e.onset} --around 2'), ('whether the order makes such steps, and where the next one is', f'shohin audit {data}')],
+            'an unst': [('whether the same batches do it again from an earlier state: go back, run on, then once more with these steps skipped', f'shohin attribute {run} --step {e.onset}' + ('' if run != 'RUN' else f'   (a run folder of shohin; elsewhere: restart from before step {first})'))],
+            'a guard': [('which guards would have let go, and when', f'shohin replay {file}')],
+            'a resta': [('whether optimizer state and data position came back', f'shohin diff {file} OTHER_LOG   (the run before the restart beside the one after)')],
             'a chang': [('whether it follows the learning rate: hold it at the value of before and run past this step', f'restart from before step {first} with a constant learning rate')],
             'numbers': [('where the first value that is not finite arises', f'repeat steps {first}-{e.onset} in float32 with torch.autograd.set_detect_anomaly(True)')],
-            'one unu': [('what is in that batch', f'shohin peek --step {e.onset}')], 'a limit': [('whether the loss on held-out text stands still too', 'evaluate two checkpoints on fixed text')]}
+            'one unu': [('what is in that batch', f'shohin peek {data} --step {e.onset}')], 'a limit': [('whether the loss on held-out text stands still too', 'evaluate two checkpoints on fixed text')]}
     for name in top:
-        for test in tell.get(name[:7], []):
+        for test in next((tests for start, tests in tell.items() if name.startswith(start)), []):
             if test not in e.tests: e.tests.append(test)
     saved = log.checkpoints[log.checkpoints < first]
     back = f'go back to the checkpoint of step {saved[-1]:,}' if len(saved) else f'go back to the last checkpoint before step {first:,}'
@@ -984,7 +1003,7 @@ def watch(path, every: float = 2.0, until=None, mapping=None, **options):
         if until is not None and until(): return
         time.sleep(max(every, 4 * (time.perf_counter() - start) if log is not None else 0))
 
-# %% ../nbs/31_diagnose.ipynb #21a9de3c
+# %% ../nbs/31_diagnose.ipynb #a6055067
 GRAVITY = ('guard freeze', 'nan', 'warm-up blow-up', 'level shift', 'data shift', 'slow divergence', 'bad spike', 'plateau', 'recovered spike', 'rate bump', 'step down', 'outlier')
 
 def _say_event(log: RunLog, e: Event) -> str:
@@ -1003,7 +1022,7 @@ def _say_event(log: RunLog, e: Event) -> str:
     if e.kind == 'slow divergence': return f'A slow divergence from {at}: {n} rising to {e.peak:.3f} {last}, without a step.'
     if e.kind == 'warm-up blow-up': return f'A blow-up in the warm-up at {at}: {n} -> ' + (f'{e.after:.3f}' if math.isfinite(e.after) else 'not finite') + f', {last}.'
     if e.kind == 'plateau': return f'A plateau from {at}: {e.facts[0]}.'
-    if e.kind == 'nan': return f'The loss is not finite from {at} on, {e.rows:,} rows' + (', to the end of the log.' if e.ends is None else f'; finite again at step {e.ends:,}.')
+    if e.kind == 'nan': return f'The loss is not finite from {at} on, {e.rows:,} row{"s" if e.rows > 1 else ""}' + (', to the end of the log.' if e.ends is None else f'; finite again at step {e.ends:,}.')
     moved = f'the loss went from {n} to {e.after:.3f} and' if math.isfinite(e.after) and abs(e.after - e.before) > 0.02 * abs(e.before) else 'the loss'
     return f'A guard freeze from {at} {last}: {moved} stands still because {e.facts[0].replace("from step", "from") if e.facts else "updates are not applied"}: the model no longer learns.'
 
@@ -1136,10 +1155,10 @@ def _render_event(e, log, console, say):
     for m in e.mend: say(f'  mend: {m}')
     for system, text in e.skip_ranges.items(): say(f'    {system}: {text if len(text) < 200 else text[:197] + "..."}')
 
-# %% ../nbs/31_diagnose.ipynb #fe14ffa4
+# %% ../nbs/31_diagnose.ipynb #8a4b83c8
 ASSETS = Path(__file__).parent / 'assets' if '__file__' in globals() else Path('../shohin/assets')
 
-def _svg(log: RunLog, events: list[Event], width: int = 800, height: int = 260) -> str:
+def _svg(log: RunLog, events: list[Event], width: int = 520, height: int = 190) -> str:
     "The loss as an envelope and a median, events as marks with a letter; a table below says what they are."
     columns = thin(log.step, log.loss, 400)
     body = [c for c in columns if math.isfinite(c[1])]
@@ -1159,7 +1178,7 @@ def _svg(log: RunLog, events: list[Event], width: int = 800, height: int = 260) 
     ticks = ''.join(f'<text x="{pad - 6}" y="{Y(v) + 4:.1f}" text-anchor="end">{v:.3g}</text>' for v in (low, (low + top) / 2, top))
     ticks += ''.join(f'<text x="{X(i):.1f}" y="{height - 10}" text-anchor="{a}">{s:,}</text>' for i, s, a in ((0, first, 'start'), (399, last, 'end')))
     alt = html.escape(f'Loss over steps {first:,} to {last:,}, from {body[0][1]:.3f} to {body[-1][1]:.3f}; ' + (f'{len([e for e in events if e.severe])} severe events marked' if any(e.severe for e in events) else 'no severe event'), quote=True)
-    return (f'<svg class="loss" viewBox="0 0 {width} {height}" role="img" aria-label="{alt}" font-size="12" fill="var(--soft)" font-family="var(--sans)">'
+    return (f'<svg class="loss" viewBox="0 0 {width} {height}" role="img" aria-label="{alt}" font-size="11" fill="var(--soft)" font-family="var(--sans)">'
             f'<polygon points="{area}" fill="var(--rule)"/><polyline points="{line}" fill="none" stroke="var(--ink)" stroke-width="1.2"/>{marks}{ticks}</svg>')
 
 def to_html(d: Diagnosis) -> str:
@@ -1168,9 +1187,9 @@ def to_html(d: Diagnosis) -> str:
     number = lambda x: f'{x:.3f}' if math.isfinite(x) else '&ndash;'
     severe = [e for e in d.events if e.severe]
     letter = {id(e): f'{chr(65 + i)} · ' for i, e in enumerate(severe[:20])}
-    rows = ''.join(f'<tr><th scope="row">{letter.get(id(e), "")}{esc(e.kind)}{" (gradient norm)" if e.signal == "grad_norm" else ""}</th><td>{e.onset:,}</td><td>{number(e.before)}</td><td>{number(e.peak)}</td><td>{number(e.after)}</td>'
-                   f'<td>{"to the end" if e.duration is None else format(e.duration, ",")}</td><td>{e.confidence:.0%}</td><td>{e.line:,}</td></tr>' for e in d.events[:200])
-    table = ('<div class="scroll" tabindex="0" role="region" aria-label="Events"><table><caption>Events, in the order of the log</caption><thead><tr>' + ''.join(f'<th scope="col">{h}</th>' for h in ('Event', 'Step', 'Before', 'Peak', 'After', 'Steps', 'Sure', 'Line')) + f'</tr></thead><tbody>{rows}</tbody></table></div>') if rows else '<p>No event.</p>'
+    rows = ''.join(f'<tr><th scope="row">{letter.get(id(e), "")}{esc(e.kind)}{" (gradient norm)" if e.signal == "grad_norm" else ""}</th>' + ''.join(f'<td class="num">{x}</td>' for x in (
+                       f'{e.onset:,}', number(e.before), number(e.peak), number(e.after), 'to the end' if e.duration is None else f'{e.duration:,}', f'{e.confidence:.0%}', f'{e.line:,}')) + '</tr>' for e in d.events[:200])
+    table = ('<div class="scroll" tabindex="0" role="region" aria-label="Events"><table><caption>Events, in the order of the log</caption><thead><tr>' + '<th scope="col">Event</th>' + ''.join(f'<th scope="col" class="num">{h}</th>' for h in ('Step', 'Before', 'Peak', 'After', 'Steps', 'Sure', 'Line')) + f'</tr></thead><tbody>{rows}</tbody></table></div>') if rows else '<p>No event.</p>'
     parts = [f'<section><h2>{letter.get(id(e), "")}{esc(e.kind).capitalize()} at step {e.onset:,}</h2><p>{esc(_say_event(d.log, e))}</p>' + _html_event(e, esc) + '</section>' for e in (severe or [e for e in d.events if e.explanations][:3])[:20]]
     kinds = dict.fromkeys(e.kind for e in d.events)
     scored = ''.join(f'<li>{esc(k)}: {v:g} %</li>' for k, v in d.scores.items() if v is not None)
@@ -1181,14 +1200,14 @@ def to_html(d: Diagnosis) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <title>Diagnosis of {title} · shohin</title><style>{css}
-svg.loss {{ width: 100%; height: auto; display: block; }} .scroll {{ overflow-x: auto; }} .said {{ font-weight: 600; }} .for::marker {{ content: "+ "; }} .against::marker {{ content: "\\2212 "; }}
-</style></head><body><a class="skip" href="#main">Skip to the text</a><header class="site">shohin <span class="muted">diagnosis</span></header><main id="main" tabindex="-1">
+svg.loss {{ width: 100%; height: auto; display: block; }} .scroll {{ overflow-x: auto; }} .said {{ font-weight: 600; }} .for::marker {{ content: "+ "; }} .against::marker {{ content: "\\2212\\0020"; }}
+</style></head><body><a class="skip" href="#main">Skip to the text</a><header class="site">shohin <span class="muted">diagnosis</span></header><div class="columns"><main id="main" tabindex="-1">
 <h1>{title}</h1><p class="muted">{esc(d.log.format)}, {len(d.log):,} rows, steps {d.log.step.min():,} to {d.log.step.max():,}; columns: {esc(", ".join(d.log.columns))}</p>
 <p class="said">{esc(d.verdict)}</p><figure>{_svg(d.log, d.events)}<figcaption>Training loss: median and range of 400 stretches{"; the first steps are cut off above" if len(d.log) > 400 else ""}. Letters mark severe events.</figcaption></figure>
 {table}{''.join(parts)}
 <section><h2>Definitions</h2><dl>{''.join(f"<dt>{esc(k)}</dt><dd>{esc(DEFINITIONS.get(k, ''))}</dd>" for k in kinds if k in DEFINITIONS)}</dl><h3>What others mean by a spike</h3><dl>{''.join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in LITERATURE.items())}</dl>{f"<h3>Spike scores</h3><ul>{scored}</ul>" if scored else ""}</section>
 <section><h2>How the log was read</h2><ul>{notes or "<li>Nothing was guessed or passed over.</li>"}</ul></section>
-</main></body></html>
+</main></div></body></html>
 '''
 
 def _html_event(e: Event, esc) -> str:
@@ -1274,7 +1293,7 @@ def _replay_one(label, spec, log, rows, loss, grad, events) -> RuleReplay:
     return RuleReplay(label, len(refused), len(fired) - len(np.intersect1d(fired, refused)), int((~near[fired]).sum()) if len(fired) else 0, caught, missed,
                       None if freeze is None else int(log.step[rows[freeze]]), r.stop, log.step[rows[fired]])
 
-# %% ../nbs/31_diagnose.ipynb #14117191
+# %% ../nbs/31_diagnose.ipynb #bcac7545
 def render_replay(t: ReplayTable, width: int = 100, color: bool = True) -> str:
     "Table and picture: below the loss a line for each rule, x where it fired, # where it fired on more than half the rows."
     import io
@@ -1303,24 +1322,24 @@ def _strip(steps, fired, columns) -> str:
 def replay_html(t: ReplayTable) -> str:
     "The table and the picture as one self-contained page."
     esc = lambda x: html.escape(visible(str(x)), quote=True)
-    rows = ''.join(f'<tr><th scope="row">{esc(r.rule)}</th><td>{r.refused:,}</td><td>{r.clipped:,}</td><td>{r.false_alarms:,}</td><td>{len(r.caught)}</td><td>{len(r.missed)}</td><td>{"-" if r.freezes is None else format(r.freezes, ",")}</td></tr>' for r in t.rules)
-    first, last, height = int(t.steps[0]), int(t.steps[-1]), 20
-    x = lambda s: 220 + (s - first) / max(1, last - first) * 570
+    rows = ''.join(f'<tr><th scope="row">{esc(r.rule)}</th>' + ''.join(f'<td class="num">{v}</td>' for v in (f'{r.refused:,}', f'{r.clipped:,}', f'{r.false_alarms:,}', len(r.caught), len(r.missed), '&ndash;' if r.freezes is None else f'{r.freezes:,}')) + '</tr>' for r in t.rules)
+    first, last, height = int(t.steps[0]), int(t.steps[-1]), 32
+    x = lambda s: 4 + (s - first) / max(1, last - first) * 472
     strips = ''
     for i, r in enumerate(t.rules):
-        strips += f'<text x="210" y="{i * height + 14}" text-anchor="end">{esc(r.rule)}</text><line x1="220" x2="790" y1="{i * height + 10}" y2="{i * height + 10}" stroke="var(--rule)"/>'
-        strips += ''.join(f'<line x1="{a:.1f}" x2="{b:.1f}" y1="{i * height + 10}" y2="{i * height + 10}" stroke="var(--bad)" stroke-width="10"/>' for a, b in _strokes(x(r.fired)))
-    picture = f'<svg class="loss" viewBox="0 0 800 {len(t.rules) * height + 10}" role="img" aria-label="Where each rule fired, over steps {first:,} to {last:,}" font-size="12" fill="var(--ink)" font-family="var(--sans)">{strips}</svg>'
+        strips += f'<text x="4" y="{i * height + 12}">{esc(r.rule)}</text><line x1="4" x2="476" y1="{i * height + 22}" y2="{i * height + 22}" stroke="var(--rule)"/>'
+        strips += ''.join(f'<line x1="{a:.1f}" x2="{b:.1f}" y1="{i * height + 22}" y2="{i * height + 22}" stroke="var(--bad)" stroke-width="10"/>' for a, b in _strokes(x(r.fired)))
+    picture = f'<svg class="loss" viewBox="0 0 480 {len(t.rules) * height + 4}" role="img" aria-label="Where each rule fired, over steps {first:,} to {last:,}" font-size="12" fill="var(--ink)" font-family="var(--sans)">{strips}</svg>'
     css = (ASSETS / 'style.css').read_text() if (ASSETS / 'style.css').exists() else ''
     title = esc(Path(t.log.path).name or t.log.path)
     return f'''<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"><title>Guards replayed on {title} · shohin</title>
-<style>{css} svg.loss {{ width: 100%; height: auto; display: block; }} .scroll {{ overflow-x: auto; }}</style></head><body><a class="skip" href="#main">Skip to the text</a><header class="site">shohin <span class="muted">replay</span></header><main id="main" tabindex="-1">
+<style>{css} svg.loss {{ width: 100%; height: auto; display: block; }} .scroll {{ overflow-x: auto; }}</style></head><body><a class="skip" href="#main">Skip to the text</a><header class="site">shohin <span class="muted">replay</span></header><div class="columns"><main id="main" tabindex="-1">
 <h1>Guards replayed on {title}</h1><p>{len(t.steps):,} rows, steps {first:,} to {last:,}; events: {esc(", ".join(f"{e.kind} at {e.onset:,}" for e in t.events) or "none")}.</p>
 <figure>{picture}<figcaption>Where each rule refused or clipped an update.</figcaption></figure>
-<div class="scroll" tabindex="0" role="region" aria-label="Rules"><table><caption>What each rule would have done</caption><thead><tr>{''.join(f'<th scope="col">{h}</th>' for h in ('Rule', 'Refused', 'Clipped', 'False alarms', 'Caught', 'Missed', 'Freezes at'))}</tr></thead><tbody>{rows}</tbody></table></div>
-<h2>What a replay cannot show</h2><ul>{''.join(f'<li>{esc(c)}</li>' for c in t.caveats)}</ul></main></body></html>
+<div class="scroll" tabindex="0" role="region" aria-label="Rules"><table><caption>What each rule would have done</caption><thead><tr><th scope="col">Rule</th>{''.join(f'<th scope="col" class="num">{h}</th>' for h in ('Refused', 'Clipped', 'False alarms', 'Caught', 'Missed', 'Freezes at'))}</tr></thead><tbody>{rows}</tbody></table></div>
+<h2>What a replay cannot show</h2><ul>{''.join(f'<li>{esc(c)}</li>' for c in t.caveats)}</ul></main></div></body></html>
 '''
 
 def _strokes(xs):

@@ -58,7 +58,7 @@ def gradient_norm(model):
     if not grads: return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
-# %% ../nbs/33_hook.ipynb #0373e8ec
+# %% ../nbs/33_hook.ipynb #b6a85cac
 class RunLogger:
     """Writes `folder/log.jsonl`, one row a step: step, tokens, loss, grad_norm, update_norm, lr, domains, domain_loss,
     decision, probes, spans, as far as they are known. Appends: a resumed run goes on in the same file.
@@ -81,10 +81,15 @@ class RunLogger:
             try: self.path.parent.mkdir(parents=True, exist_ok=True); self.file = open(self.path, 'a', encoding='utf-8')
             except OSError as e: raise UserError(f'{self.path}: cannot be written: {e.strerror}') from None
 
-    def step(self, loss, step: int | None = None, grad_norm=None, lr=None, tokens=None, domains=None, row_loss=None, spans=None, probes=None, **more):
+    def decide(self, loss, grad_norm=None):
+        "The guards' Decision on an update that is about to be made (None without guards); `step` is then given it."
+        return None if self.guards is None else vote(self.guards, float(loss), 0.0 if grad_norm is None else float(grad_norm))
+
+    def step(self, loss, step: int | None = None, grad_norm=None, lr=None, tokens=None, domains=None, row_loss=None, spans=None, probes=None, decision=None, **more):
         """Log one step; returns the guards' Decision (None without guards). `loss`, `grad_norm`: floats or 0-dim tensors.
         `domains`: {domain: rows}, or the domain of each row; with `row_loss` (B,) the loss by domain is logged.
-        `spans`: what was read, as shohin.order gives it, or [shard, start, stop] lists. `more`: anything else for JSON."""
+        `spans`: what was read, as shohin.order gives it, or [shard, start, stop] lists. `decision`: where `decide` was asked
+        before. `more`: anything else for JSON."""
         self._finish()
         t = self.next if step is None else int(step)
         self.next = t + 1
@@ -101,10 +106,8 @@ class RunLogger:
             if row_loss is not None and names is not None: row['row_loss'] = (_detach(row_loss), names)
         if probes is not None: row['probes'] = probes
         row |= more
-        decision = None
-        if self.guards is not None:
-            loss_, norm = float(row['loss']), 0.0 if row['grad_norm'] is None else float(row['grad_norm'])
-            decision = vote(self.guards, loss_, norm)
+        if decision is None: decision = self.decide(row['loss'], row['grad_norm'])
+        if decision is not None:
             row['decision'] = ('apply' if decision.reason == 'ok' else f'apply:{decision.reason}') if decision.apply else f'skip:{decision.reason}'
         if self.update is not None: self.update.last = None
         self.rows.append(row)
@@ -169,16 +172,26 @@ def _strict(v):
     if isinstance(v, (list, tuple)): return [_strict(x) for x in v]
     return v if isinstance(v, (int, str, bool, type(None))) else _plain(float(v)) if hasattr(v, '__float__') else str(v)
 
-# %% ../nbs/33_hook.ipynb #ef3b8d49
-def hf_callback(folder, domain_of=None, **options):
+# %% ../nbs/33_hook.ipynb #32d56126
+def _one_process(options, processes: int):
+    if options.get('guards') is not None and processes > 1:
+        raise UserError(f'guards in a callback decide for one process, here are {processes}: leave guards out, or use RunLogger in your own loop with a loss that is the same on every rank')
+
+def _hold(model):
+    "Take the gradients away: the optimizer then changes nothing."
+    for p in model.parameters(): p.grad = None
+
+def hf_callback(folder, domain_of=None, spans_of=None, **options):
     """A TrainerCallback that writes our log. `domain_of(inputs) -> names of the rows` gives the domains of each batch from what
-    the model is called with; the loss by domain is then computed from logits and labels. `options`: of RunLogger."""
+    the model is called with; the loss by domain is then computed from logits and labels. `spans_of(n)`: what the n-th update
+    read, n from 0 (`order.spans`). `options`: of RunLogger; its `guards` hold back updates (in one process)."""
     from transformers import TrainerCallback
 
     class ShohinCallback(TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
+            _one_process(options, args.world_size)
             self.log = RunLogger(folder, None, optimizer, start=state.global_step + 1, **options) if state.is_world_process_zero else None
-            self.losses, self.domains, self.row_losses, self.norm, self.clip, self.held = [], [], [], None, args.max_grad_norm, None
+            self.losses, self.domains, self.row_losses, self.norm, self.held, self.decision = [], [], [], None, None, None
             self.model = model
             self.hook = model.register_forward_hook(self.forward, with_kwargs=True)
 
@@ -194,14 +207,18 @@ def hf_callback(folder, domain_of=None, **options):
         def on_pre_optimizer_step(self, args, state, control, model=None, **_):
             if self.log is None: return
             self.norm = gradient_norm(self.model)
+            self.decision = self.log.decide(self.loss(), self.norm) if self.losses else None
+            if self.decision is not None and not self.decision.apply: _hold(self.model)
+
+        def loss(self): return sum(self.losses) / (1 if self.summed else len(self.losses))
 
         def on_step_end(self, args, state, control, optimizer=None, **_):
             if self.log is None or not self.losses: return
-            loss = sum(self.losses) / (1 if self.summed else len(self.losses))
             self.log._finish()
             last, self.log.update.last = self.log.update.last, None
             extra = {'domains': self.domains or None, 'row_loss': self.row_losses or None}
-            self.log.step(loss, state.global_step, self.norm, **extra)
+            if spans_of is not None: extra['spans'] = spans_of(state.global_step - 1)
+            self.log.step(self.loss(), state.global_step, self.norm, decision=self.decision, **extra)
             self.log.rows[-1]['update_norm'] = 0.0 if last is None else last
             self.held = self.log.rows[-1]
             self.losses, self.domains, self.row_losses = [], [], []
@@ -227,9 +244,11 @@ def row_losses(logits, labels):
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction='none')
         return loss.sum(1) / (labels != -100).sum(1).clamp(min=1)
 
-# %% ../nbs/33_hook.ipynb #aa191660
-def lightning_callback(folder, domain_of=None, **options):
-    """A Lightning Callback that writes our log. `domain_of(batch) -> names of the rows`. `options`: of RunLogger."""
+# %% ../nbs/33_hook.ipynb #a9701f3e
+def lightning_callback(folder, domain_of=None, spans_of=None, **options):
+    """A Lightning Callback that writes our log. `domain_of(batch) -> names of the rows`; with a `row_loss` (B,) among what
+    `training_step` returns the loss by domain is logged. `spans_of(n)`: what the n-th update read, n from 0 (`order.spans`).
+    `options`: of RunLogger; its `guards` hold back updates (in one process)."""
     try: from lightning.pytorch.callbacks import Callback
     except ImportError:
         try: from pytorch_lightning.callbacks import Callback
@@ -237,24 +256,35 @@ def lightning_callback(folder, domain_of=None, **options):
 
     class ShohinCallback(Callback):
         def on_train_start(self, trainer, module):
+            _one_process(options, trainer.world_size)
             self.log = RunLogger(folder, None, trainer.optimizers[0], start=trainer.global_step, **options) if trainer.is_global_zero else None
-            self.losses, self.domains, self.norm, self.seen = [], [], None, trainer.global_step
+            self.losses, self.domains, self.row_losses, self.norm, self.seen, self.parts, self.decision = [], [], [], None, trainer.global_step, [], None
+
+        def on_before_backward(self, trainer, module, loss):
+            scaler = getattr(trainer.precision_plugin, 'scaler', None)               # fp16: the loss comes scaled
+            self.parts.append(loss.detach() / (scaler.get_scale() if scaler is not None else 1) * trainer.accumulate_grad_batches)
 
         def on_before_optimizer_step(self, trainer, module, optimizer):
-            if self.log is not None: self.norm = gradient_norm(module)
+            if self.log is None: return
+            self.norm = gradient_norm(module)
+            self.decision = self.log.decide(sum(self.parts) / len(self.parts), self.norm) if self.parts else None
+            if self.decision is not None and not self.decision.apply: _hold(module)
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if self.log is None: return
             loss = outputs['loss'] if isinstance(outputs, dict) else outputs
             if loss is not None: self.losses.append(loss.detach() * trainer.accumulate_grad_batches)
-            if domain_of is not None: self.domains += [str(n) for n in domain_of(batch)]
+            if domain_of is not None:
+                self.domains += [str(n) for n in domain_of(batch)]
+                if isinstance(outputs, dict) and outputs.get('row_loss') is not None: self.row_losses += outputs['row_loss'].tolist()
             if trainer.global_step == self.seen or not self.losses: return         # still accumulating
             self.seen = trainer.global_step
             self.log._finish()
             last, self.log.update.last = self.log.update.last, None
-            self.log.step(sum(self.losses) / len(self.losses), trainer.global_step - 1, self.norm, domains=self.domains or None)
+            self.log.step(sum(self.losses) / len(self.losses), trainer.global_step - 1, self.norm, domains=self.domains or None, row_loss=self.row_losses or None, decision=self.decision,
+                          spans=None if spans_of is None else spans_of(trainer.global_step - 1))
             self.log.rows[-1]['update_norm'] = 0.0 if last is None else last
-            self.losses, self.domains = [], []
+            self.losses, self.domains, self.row_losses, self.parts = [], [], [], []
 
         def on_validation_end(self, trainer, module):
             if self.log is None or trainer.sanity_checking: return

@@ -901,7 +901,7 @@ def _steps(pieces, named, n, order) -> np.ndarray:
         at += len(lines)
     return out if order is None else out[order]
 
-# %% ../nbs/30_runlog.ipynb #3fff8767
+# %% ../nbs/30_runlog.ipynb #02d545ae
 def _finish(rows, path, format, named, table, line, run, notes) -> RunLog:
     step = table.pop('step')
     evals = {k[1]: table.pop(k) for k in list(table) if k[0] == 'eval'}
@@ -943,7 +943,7 @@ def _number_steps(step, has_loss):
         return np.where(has_loss, np.cumsum(has_loss), np.nan).astype(float), 'no step in this log: rows are numbered 1, 2, 3, ...'
     if np.isinf(step).any(): step = np.where(np.isinf(step), np.nan, step)
     whole = step[~np.isnan(step)]
-    if (whole != np.floor(whole)).mean() > 0.05:
+    if not len(whole) or (whole != np.floor(whole)).mean() > 0.05:
         return np.where(has_loss, np.cumsum(has_loss), np.nan).astype(float), 'the step column holds no whole numbers: rows are numbered 1, 2, 3, ...'
     if not lost.any(): return step, None
     return step, f'{int(lost.sum()):,} losses without a step passed over'

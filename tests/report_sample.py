@@ -71,6 +71,13 @@ def notebook() -> nbformat.NotebookNode:
                         metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
 
 
+def broken_log(folder: Path) -> Path:
+    "A log with a cliff, a spike and hostile names."
+    path = folder / "<b>run & 'log'.jsonl"
+    path.write_text("".join(json.dumps({"step": s, "loss": (2.0 if s < 300 else 3.1) + (s == 150) + s * 7 % 13 / 400, "grad_norm": 0.3 + s * 5 % 7 / 50, f"eval_{HOSTILE}loss": 2.2 if s % 50 == 0 else None}) + "\n" for s in range(400)))
+    return path
+
+
 def run(folder: Path) -> Path:
     "Write the results and, where the site will be, a benchmark; execute the notebook, and return its path."
     for path, what in (("results", result()), ("site/benchmarks", benchmark())):

@@ -205,6 +205,39 @@ def test_mend_names_checkpoint_and_skip_ranges(tmp_path):
     assert e.skip_ranges['OLMo-core'].startswith('steps_to_skip=[StepSkipRange(start=1497, stop=') and e.skip_ranges['Megatron-LM'].startswith('--iterations-to-skip 1497 1498')
 
 
+def test_the_next_test_is_a_command_that_can_be_typed(tmp_path):
+    step = np.arange(1500)
+    loss = curve(step); loss[900:] += 1.0
+    rows = [{'step': int(s), 'loss': float(x), 'domains': {'code': 8} if s < 900 else {'web': 8}} for s, x in zip(step, loss, strict=True)]
+    folder = tmp_path/'run of mine'
+    folder.mkdir()
+    (folder/'log.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
+    commands = lambda: [c for _, c in diagnose(folder).severe[0].tests]
+    assert commands()[:2] == ['shohin peek CORPUS --step 900 --around 2', 'shohin audit CORPUS']
+    (folder/'config.json').write_text('{}')                                    # a run folder of ours knows its data
+    assert commands()[:2] == [f"shohin peek --run '{folder}' --step 900 --around 2", f"shohin audit --run '{folder}'"]
+    said = {t.name: diagnose(from_columns(t.columns)) for t in traces.all_traces() if t.kind in ('level shift', 'bad spike', 'guard freeze', 'nan', 'data shift') and t.number < 4}
+    assert all(e.tests and e.mend for d in said.values() for e in d.severe)
+
+
+def test_a_resume_that_repeats_no_step_is_where_reading_began():
+    step = np.arange(2000)
+    loss = curve(step); loss[1400:] += 1.0
+    log = from_columns({'step': step, 'loss': loss})
+    fits = lambda: next(x for x in diagnose(log, shard_tokens=381e3, tokens_per_step=1e3).severe[0].explanations if x.name.startswith('the data'))
+    assert fits().standing == 'unlikely'
+    log.restarts = [(1019, 1020)]                                              # 'resumed from checkpoint' above this row
+    assert any('read from step 1,019 on falls inside it' in t for t in fits().evidence_for)
+
+
+def test_many_restarts_do_not_take_long():
+    step = np.concatenate([np.arange(k * 480, k * 480 + 500) for k in range(40)])
+    log = from_columns({'step': step, 'loss': curve(step)})
+    start = time.process_time()
+    assert not diagnose(log).severe and len(log.segments) == 40
+    assert time.process_time() - start < 5
+
+
 # ---------------------------------------------------------------------------------------- the labelled set
 @pytest.fixture(scope='module')
 def said():

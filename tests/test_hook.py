@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shohin.diagnose import diagnose
-from shohin.hook import RunLogger, gradient_norm, hf_callback, lightning_callback, row_losses
+from shohin.guards import make_guards, vote
+from shohin.hook import RunLogger, _one_process, gradient_norm, hf_callback, lightning_callback, row_losses
 from shohin.runlog import read_log
 from shohin.shards import UserError
 
@@ -138,16 +139,66 @@ def test_hugging_face_trainer(tmp_path, accumulate):
     assert not diagnose(log).severe
 
 
-@pytest.mark.skipif(importlib.util.find_spec('lightning') is None, reason='Lightning is not installed (pip install lightning)')
+EASY = [{'guard': 'loss-ratio', 'ratio': 0.97}]                       # refuses what is not a good deal better than the average
+
+
+def check_held(rows, weights):
+    "Decisions are those that the rule makes on the logged losses, and a refused update changed nothing."
+    said = [r['decision'] for r in rows]
+    assert 0 < sum(d.startswith('skip') for d in said) < len(said)
+    guards, again = make_guards(EASY), []
+    for r in rows:
+        d = vote(guards, r['loss'], r['grad_norm'])
+        again.append(d.apply)
+    assert again == [d.startswith('apply') for d in said]
+    for r, d, before, after in zip(rows, said, weights, weights[1:], strict=False):
+        held = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert held == d.startswith('skip') == (r['update_norm'] == 0), r['step']
+
+
+@pytest.mark.skipif(importlib.util.find_spec('accelerate') is None, reason='the Hugging Face Trainer needs accelerate (pip install accelerate)')
+def test_guards_hold_updates_in_the_hugging_face_trainer(tmp_path):
+    import transformers
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
+    model, weights = transformers.LlamaForCausalLM(config), []
+    class Witness(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **_): weights.append([p.detach().clone() for p in model.parameters()])
+    args = transformers.TrainingArguments(output_dir=str(tmp_path/'out'), max_steps=25, per_device_train_batch_size=8, save_strategy='no', report_to=[], use_cpu=True, learning_rate=3e-3, weight_decay=0.1, disable_tqdm=True)
+    callback = hf_callback(tmp_path/'log', spans_of=lambda n: [[0, 8 * n, 8 * n + 8]], guards=EASY)
+    transformers.Trainer(model, args, train_dataset=Text(), callbacks=[callback, Witness()]).train()
+    rows = rows_of(tmp_path/'log')
+    assert rows[3]['spans'] == [[0, 24, 32]] and len(rows) == 25
+    check_held(rows, weights)
+
+
+def test_guards_of_several_processes_are_refused():
+    with pytest.raises(UserError, match='here are 8'): _one_process({'guards': 'seed'}, 8)
+    _one_process({}, 8)
+
+
+def lightning():
+    "Lightning by either of its names."
+    if importlib.util.find_spec('lightning'): return importlib.import_module('lightning')
+    return importlib.import_module('pytorch_lightning')
+
+
+NO_LIGHTNING = not (importlib.util.find_spec('lightning') or importlib.util.find_spec('pytorch_lightning'))
+
+
+@pytest.mark.skipif(NO_LIGHTNING, reason='Lightning is not installed (pip install pytorch-lightning)')
 def test_lightning(tmp_path):
-    import lightning as L
+    L = lightning()
 
     class Module(L.LightningModule):
         def __init__(self): super().__init__(); self.model = tiny()
-        def training_step(self, batch, i):
+        def losses(self, batch):
             x = batch['input_ids']
-            return torch.nn.functional.cross_entropy(self.model(x[:, :-1]).transpose(1, 2), x[:, 1:])
-        def validation_step(self, batch, i): self.log('val_loss', self.training_step(batch, i))
+            return torch.nn.functional.cross_entropy(self.model(x[:, :-1]).transpose(1, 2), x[:, 1:], reduction='none').mean(1)
+        def training_step(self, batch, i):
+            losses = self.losses(batch)
+            return {'loss': losses.mean(), 'row_loss': losses.detach()}
+        def validation_step(self, batch, i): self.log('val_loss', self.losses(batch).mean())
         def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     module, norms = Module(), []
@@ -161,9 +212,32 @@ def test_lightning(tmp_path):
     assert [r['step'] for r in rows] == list(range(20)) and all(r['update_norm'] > 0 and r['domains'] == {'noise': 8, 'counting': 8} for r in rows)
     np.testing.assert_allclose([r['grad_norm'] for r in rows], norms, rtol=1e-4)
     assert rows[0]['loss'] > rows[-1]['loss'] and 3 < rows[0]['loss'] < 5
+    assert rows[-1]['domain_loss']['counting'] < rows[-1]['domain_loss']['noise']
+    np.testing.assert_allclose([np.mean(list(r['domain_loss'].values())) for r in rows], [r['loss'] for r in rows], rtol=1e-4)
     assert [k for k in read_log(tmp_path/'log').evals] == ['val_loss']
 
 
-def test_without_lightning_it_says_so(tmp_path):
-    if importlib.util.find_spec('lightning') or importlib.util.find_spec('pytorch_lightning'): pytest.skip('Lightning is installed')
+@pytest.mark.skipif(NO_LIGHTNING, reason='Lightning is not installed (pip install pytorch-lightning)')
+def test_guards_hold_updates_in_lightning(tmp_path):
+    L, weights = lightning(), []
+
+    class Module(L.LightningModule):
+        def __init__(self): super().__init__(); self.model = tiny()
+        def training_step(self, batch, i):
+            x = batch['input_ids']
+            return torch.nn.functional.cross_entropy(self.model(x[:, :-1]).transpose(1, 2), x[:, 1:])
+        def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.1)
+
+    class Witness(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, i): weights.append([p.detach().clone() for p in module.parameters()])
+    trainer = L.Trainer(max_steps=25, accelerator='cpu', logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=0.1,
+                        callbacks=[lightning_callback(tmp_path/'log', spans_of=lambda n: [[0, 8 * n, 8 * n + 8]], guards=EASY), Witness()])
+    trainer.fit(Module(), torch.utils.data.DataLoader(Text(), batch_size=8))
+    rows = rows_of(tmp_path/'log')
+    assert rows[3]['spans'] == [[0, 24, 32]] and len(rows) == 25
+    check_held(rows, weights)
+
+
+def test_without_lightning_it_says_so(tmp_path, monkeypatch):
+    for name in ('lightning', 'lightning.pytorch', 'lightning.pytorch.callbacks', 'pytorch_lightning', 'pytorch_lightning.callbacks'): monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match='pip install lightning'): lightning_callback(tmp_path)

@@ -305,6 +305,51 @@ def test_tokens_checkpoints_and_totals_from_the_text(tmp_path):
     assert any('524,288 tokens a step' in n for n in log.notes)
 
 
+# ---------------------------------------------------------------------------------------- shapes that were not thought of first
+def falling(s): return 2 + 6 * (1 + s / 20) ** -0.7
+
+
+WILD = {  # name: (text, rows, first step, last step, what a note must say)
+    'DeepSpeed counts skips': (''.join(f'[2023-01-01 10:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] step={s}, skipped=0, lr=[6e-05], mom=[(0.9, 0.95)]\nsteps: {s} loss: {falling(s):.4f} iter time (s): 1.2 samples/sec: 207.1\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'docker JSON': (''.join(json.dumps({'log': f'step {s} loss {falling(s):.4f} gnorm 0.1\n', 'stream': 'stdout', 'time': '2025-01-01T00:00:00.0Z'}) + '\n' for s in range(1, 90)), 89, 1, 89, 'inside messages'),
+    'messages in a CSV': ('timestamp,message\n' + ''.join(f'170000{s},"step {s} loss {falling(s):.4f} gnorm 0.1"\n' for s in range(1, 90)), 89, 1, 89, 'inside messages'),
+    'a bracket that is no JSON': (''.join(f'[{s}k/30k] step={s} loss={falling(s):.4f}\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'Keras bars': (''.join(f'{s}/300 [====>.....] - ETA: 1:00 - loss: {falling(s):.4f} - accuracy: 0.5\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'batches of an epoch': (''.join(f'| epoch   1 | {s:6d}/   300 batches | lr 0.00030 | ms/batch 12.3 | loss {falling(s):5.2f} | ppl 12.3\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'clu': (''.join(f'I0101 10:00:00.123456 140 logging_writer.py:48] [{s}] accumulator=1, learning_rate=0.001, loss={falling(s):.5f}\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'epochs only': (''.join(f'[Epoch {s}] Train Loss: {falling(s):.4f} | Val Loss: {falling(s):.4f}\n' for s in range(1, 90)), 89, 1, 89, 'numbered by their epoch'),
+    'one named part of the loss': (''.join(json.dumps({'global_step': s, 'loss/out': falling(s), 'optim/lr': 3e-4}) + '\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'steps of an epoch': (''.join(f'step {s} loss {falling(100 * e + s):.4f}\n' for e in range(5) for s in range(100)), 500, 0, 499, 'numbered through'),
+    'a time of day before it': ('I 12:00 ' + ''.join(f'INFO:root:step: {s}, train loss: {falling(s):.3f}, best val loss: 2.1\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'journal': (''.join(f'Jan 01 10:00:{s % 60:02d} gpu-17 python[1{s}]: step {s} loss {falling(s):.4f} gnorm 0.1\n' for s in range(1, 90)), 89, 1, 89, ''),
+}
+
+
+@pytest.mark.parametrize('name', WILD)
+def test_wild_shapes(name, tmp_path):
+    text, n, first, last, note = WILD[name]
+    (tmp_path/'log').write_text(text)
+    log = read_log(tmp_path/'log')
+    assert (len(log), int(log.step[0]), int(log.step[-1])) == (n, first, last) and len(log.segments) == 1
+    assert np.abs(log.loss - falling(log.step)).max() < 0.011
+    assert log.skipped is None or not log.skipped.any()
+    assert not note or any(note in x for x in log.notes), log.notes
+
+
+def test_runs_of_equal_length_are_no_epochs(tmp_path):
+    "Five runs, one after the other in a file, begin again with a high loss; so does one that is resumed from the same checkpoint five times."
+    (tmp_path/'log').write_text(''.join(f'step {s} loss {falling(s):.4f}\n' for _ in range(5) for s in range(100)))
+    assert len(read_log(tmp_path/'log').segments) == 1                    # to the digit the same: one run, said five times
+    rng = np.random.default_rng(0)
+    (tmp_path/'log').write_text(''.join(f'step {s} loss {falling(s) + 0.01 * rng.standard_normal():.4f}\n' for _ in range(5) for s in range(100)))
+    assert [(s.run, s.kind) for s in read_log(tmp_path/'log').segments][1:] == [(k, 'new run') for k in range(1, 5)]
+
+
+def test_the_accuracy_of_llmc_is_no_loss(tmp_path):
+    (tmp_path/'main.log').write_text(''.join(f's:{s} trl:{falling(s):.4f} lr:0.0003 norm:0.5\n' + (f's:{s} tel:{falling(s):.4f}\ns:{s} eval:0.2{s % 10}\n' if s % 20 == 0 else '') for s in range(90)))
+    assert list(read_log(tmp_path/'main.log').evals) == ['tel']
+
+
 # ---------------------------------------------------------------------------------------- mapping, following, provenance
 def test_mapping_decides(tmp_path):
     (tmp_path/'log').write_text('tick,cost,loss_b\n' + ''.join(f'{s},{3 - s / 10},{9}\n' for s in range(9)))
@@ -334,6 +379,28 @@ def test_following_a_log_equals_reading_it(tmp_path):
         assert follower.poll() is None
     path.write_text(run_text(range(30)))                                  # replaced by a shorter one
     assert len(Follower(path).poll()) == 30
+
+
+def test_a_followed_log_may_be_cut_short_replaced_or_written_anew(tmp_path):
+    path = tmp_path/'log'
+    path.write_text(run_text(range(100)))
+    follower = Follower(path)
+    assert len(follower.poll()) == 100 and follower.file == 0 and follower.poll() is None
+    with open(path, 'a') as f: f.write(run_text(range(100, 120)))
+    assert len(follower.poll()) == 120 and follower.file == 0
+    path.write_text(run_text(range(50)))                                  # cut short
+    assert len(follower.poll()) == 50 and follower.file == 1
+    path.write_text(run_text(range(7, 300)))                              # longer, but it begins otherwise
+    log = follower.poll()
+    assert (len(log), int(log.step[0]), follower.file) == (293, 7, 2)
+    (tmp_path/'other').write_text(run_text(range(400)))
+    (tmp_path/'other').replace(path)                                      # rotated
+    assert len(follower.poll()) == 400 and follower.file == 3
+    path.unlink()
+    assert follower.poll() is None
+    path.write_bytes(bytes(range(256)) * 99)
+    with pytest.raises(UserError, match='binary'): follower.poll()
+    with pytest.raises(UserError, match='cannot be followed'): Follower('-')
 
 
 def test_every_row_says_where_it_stands(tmp_path):

@@ -1,6 +1,7 @@
 """The pages in Chromium: nothing is fetched, nothing overflows, axe finds nothing, keyboard and filter work.
 
-Run on the sample of tests/report_sample.py, on the committed reports, and on SHOHIN_SITE if that is set.
+Run on the sample of tests/report_sample.py (with the pages of `shohin diagnose --html` and `replay --html`), on the committed
+reports, and on SHOHIN_SITE if that is set.
 """
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import report_sample
 
+from shohin.diagnose import diagnose, replay_log
 from shohin.report import build_site
 
 pytestmark = pytest.mark.browser
@@ -35,6 +37,10 @@ def browser():
 def sample(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     build_site([report_sample.run(folder)], folder / "results", folder / "site")
+    log = report_sample.broken_log(folder)
+    d = diagnose(log)
+    (folder / "site/diagnosis.html").write_text(d.to_html())
+    (folder / "site/replay.html").write_text(replay_log(d.log, diagnosis=d).to_html())
     return folder / "site"
 
 
