@@ -41,16 +41,15 @@ def _differences(saved, now, name: str = '') -> list[str]:
         return [d for k in dict.fromkeys([*saved, *now]) for d in _differences(saved.get(k), now.get(k), f'{name}.{k}' if name else str(k))]
     return [] if saved == now else [f'{name}: saved {json.dumps(saved):.80}, now {json.dumps(now):.80}']
 
-# %% ../nbs/10_loader.ipynb #678c1f4c
+# %% ../nbs/10_loader.ipynb #badb6363
 class Loader(IterableDataset):
     """Batches of `order` over `manifest` for rank `rank` of `world`: steps `step`, `step`+1, ... up to `stop` (None: for ever).
     Give it to `DataLoader(loader, batch_size=None, num_workers=n)`; it makes whole batches itself."""
     def __init__(self, order, manifest: Manifest, rank: int = 0, world: int = 1, step: int = 0, stop: int | None = None):
         order.check(step)
-        if world < 1: raise UserError(f'a run has at least one rank, not {world} ranks')
         self.order, self.manifest, self.stop = order, manifest, stop
         self.rows = rank_slice(order.batch_size, rank, world)
-        self._start = self._at = (step, 0, 1)  # (next step, worker, workers) to begin with, and of the newest iterator
+        self._start = self._at = (int(step), 0, 1)  # (next step, worker, workers) to begin with, and of the newest iterator
         self._placed = 0, (), ()               # a cache, see _place
 
     def _place(self, step):
@@ -67,10 +66,9 @@ class Loader(IterableDataset):
         names, domain, n = self.order.domains, self.order.index.shard_domain[shard], self.order.index.row_len
         counts = np.bincount(domain, minlength=len(names)).tolist()
         spans = Spans(shard[self.rows].tolist(), (row[self.rows] * n).tolist(), [names[d] for d in domain[self.rows].tolist()], n)
-        tokens = np.empty((len(spans), n), np.int64)
-        for out, s, start in zip(tokens, spans.shard, spans.start, strict=True): out[:] = self.manifest.read(s, start, start + n)
+        tokens = self.manifest.rows(spans.shard, spans.start, n)
         if tokens.max() >= self.manifest.vocab_size: self._refuse(tokens, spans)
-        return Batch(torch.from_numpy(tokens), spans, int(step), {d: c for d, c in zip(names, counts, strict=True) if c})
+        return Batch(torch.from_numpy(tokens.astype(np.int64)), spans, int(step), {d: c for d, c in zip(names, counts, strict=True) if c})
 
     def _refuse(self, tokens, spans):
         row, at = np.argwhere(tokens >= self.manifest.vocab_size)[0]
@@ -96,14 +94,19 @@ class Loader(IterableDataset):
     def state_dict(self, step: int | None = None) -> dict:
         """Where to go on: after the batch yielded last, or at `step`. Workers of a plain DataLoader advance copies of this
         loader and read ahead: there, pass `step=batch.step + 1` of the last batch used."""
-        at, worker, workers = self._at if step is None else (step, 0, 1)
+        at, worker, workers = self._at if step is None else (int(step), 0, 1)
         order = dict(batch_size=self.order.batch_size, seq_len=self.order.seq_len, **self.order.spec())
         return self.order.state(at) | dict(order=order, worker=worker, workers=workers)
 
     def load_state_dict(self, state: dict):
         "Go on where `state` was taken, on any rank of any world; UserError if it was taken with other data or another order."
         now = json.loads(json.dumps(self.state_dict()))  # a saved state has lists for tuples
-        if missing := [k for k in now if k not in state]: raise UserError(f'not the state of a loader: {missing[0]!r} is missing')
-        if found := _differences(*({k: s[k] for k in ('manifest_hash', 'order')} for s in (state, now))):
+        if not isinstance(state, dict): raise UserError(f'not the state of a loader: {state!s:.60}')
+        if missing := [k for k in now if k not in state and k != 'shards']: raise UserError(f'not the state of a loader: {missing[0]!r} is missing')
+        if other := self.order.changed(state): raise UserError(f'cannot resume, the data are other ones: {other}: resume with what the state was saved with')
+        if found := _differences(state['order'], now['order'], 'order'):
             raise UserError(f'cannot resume, {found[0]}: resume with what the state was saved with')
-        self._start = self._at = tuple(int(state[k]) for k in ('step', 'worker', 'workers'))
+        at = tuple(state[k] for k in ('step', 'worker', 'workers'))
+        if not all(type(v) is int for v in at) or not 0 <= at[0] <= MAX_STEP or not 0 <= at[1] < at[2]:
+            raise UserError(f'not the state of a loader: step, worker and workers are {at!s:.80}')
+        self._start = self._at = at

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['FRAME_TOKENS', 'MAX_FRAME', 'MAX_FRAMES', 'MAX_RATIO', 'BLOCK', 'MAX_MANIFEST', 'UserError', 'ShardError', 'Reader',
            'FlatReader', 'ZstReader', 'cache_dir', 'ZstStream', 'check_choice', 'open_shard', 'Digest', 'Shard',
-           'write_shard', 'Manifest', 'check_shard', 'describe_shard', 'find_shards', 'build_manifest']
+           'write_shard', 'Manifest', 'changed_shards', 'check_shard', 'describe_shard', 'find_shards',
+           'build_manifest']
 
 # %% ../nbs/00_shards.ipynb #1d10719e
 import ast
@@ -41,7 +42,7 @@ class ShardError(UserError):
         super().__init__(f'{path}: byte {offset}: {problem}')
     def __reduce__(self): return type(self), (self.path, self.offset, self.problem)   # crosses worker processes
 
-# %% ../nbs/00_shards.ipynb #171ceb0a
+# %% ../nbs/00_shards.ipynb #21189c4b
 class _File:
     "A regular file, read by position."
     fd = -1
@@ -65,6 +66,13 @@ class _File:
             if n == 0: raise ShardError(self.path, offset + done, 'the file became shorter while it was being read')
             done += n
 
+    def row(self, offset: int, out: np.ndarray):
+        "The same for a short contiguous `out`, without a detour where one call gives all of it."
+        try:
+            if os.preadv(self.fd, [out], offset) == out.nbytes: return
+        except OSError: pass
+        self.into(offset, out)
+
     def read(self, offset: int, n: int) -> bytes:
         out = np.empty(max(0, min(n, self.size + 1 - offset)), np.uint8)
         if len(out) < n: raise ShardError(self.path, self.size, f'expected {n} bytes from byte {offset}, the file ends here')
@@ -77,7 +85,7 @@ class _File:
 
     __del__ = close
 
-# %% ../nbs/00_shards.ipynb #08a0a720
+# %% ../nbs/00_shards.ipynb #16fdf3cc
 class Reader:
     "Tokens of one shard. `dtype` is what `read` returns: uint16 or uint32."
     format, evidence, _index, file = '', (), None, None
@@ -93,6 +101,10 @@ class Reader:
     def read(self, start: int, stop: int) -> np.ndarray:
         "Tokens start..stop, a fresh array."
         raise NotImplementedError
+
+    def read_into(self, start: int, out: np.ndarray):
+        "Fill `out` (one dimension) with the tokens from `start` on: what a loader does a thousand times a second."
+        out[:] = self.read(start, start + len(out))
 
     def byte(self, token: int) -> int:
         "Where in the file `token` lies (for zstd: where its frame begins)."
@@ -120,7 +132,7 @@ class Reader:
 
     def close(self): self.file.close()
 
-# %% ../nbs/00_shards.ipynb #a7b2c2de
+# %% ../nbs/00_shards.ipynb #bbe94185
 class FlatReader(Reader):
     "Tokens back to back from `offset` on, stored as any integer type. `data`: the unpacked file, where that is another one."
     def __init__(self, file: _File, format: str, offset: int, tokens: int, stored='<u2', index=None, evidence=(), data=None):
@@ -137,6 +149,10 @@ class FlatReader(Reader):
         out = np.empty(stop - start, self.stored)
         self.data.into(self.offset + start * self.stored.itemsize, out)
         return out if self._exact else self._fit(out, start)
+
+    def read_into(self, start, out):
+        if not self._exact or out.dtype != self.dtype or not 0 <= start <= self.tokens - len(out): super().read_into(start, out); return
+        self.data.row(self.offset + start * self.stored.itemsize, out)
 
     def _fit(self, out, start):
         limit = np.iinfo(self.dtype).max
@@ -203,7 +219,7 @@ def _check_head(file: _File, k: int, at: int, packed: int, content: int, checksu
     if frame.content_size != content: raise ShardError(file.path, at, f'frame {k} holds {frame.content_size} bytes, the seek table says {content}')
     return True
 
-# %% ../nbs/00_shards.ipynb #c47b24e6
+# %% ../nbs/00_shards.ipynb #bd77da17
 class ZstReader(Reader):
     "Multi-frame zstd with a checked seek table: decompresses only the frames a read touches, and keeps the last one."
     format = 'zst'
@@ -234,6 +250,10 @@ class ZstReader(Reader):
         start, stop = self._span(start, stop)
         if self._raw is None and self._work > 4 * self.tokens * self.dtype.itemsize: self._raw = self._unpacked()
         return self._raw.read(start, stop) if self._raw else self._decode(start, stop)
+
+    def read_into(self, start, out):
+        if self._raw: self._raw.read_into(start, out)
+        else: super().read_into(start, out)
 
     def _unpacked(self) -> Reader | bool:
         "The shard in the raw cache, or False (then this is not tried again)."
@@ -788,19 +808,23 @@ def write_shard(path, tokens, dtype=None) -> Shard:
     s = path.stat()
     return Shard(f'{path.parent.name}/{path.name}', path.parent.name, reader.format, dtype, count, sha.hexdigest(), s.st_size, s.st_mtime_ns, blocks)
 
-# %% ../nbs/00_shards.ipynb #3420ee88
+# %% ../nbs/00_shards.ipynb #7623f2e9
 def _inside(root: Path, path: str) -> Path:
     "`path` below `root`, or UserError: a manifest is somebody else's file and must not lead out of its folder, by `..` or by a link."
     full = root/_relative(path)
-    if not full.resolve().is_relative_to(root.resolve()): raise UserError(f"{full} is a link that leads out of the manifest's folder {root}")
+    try: inside = full.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError) as e: raise UserError(f'{full}: {getattr(e, "strerror", None) or "a link that leads to itself"}') from e
+    if not inside: raise UserError(f"{full} is a link that leads out of the manifest's folder {root}")
     return full
 
 def _relative(path: str) -> str:
     p = PurePosixPath(path)
+    try: os.fsencode(path)
+    except UnicodeEncodeError: raise UserError(f'{path!r:.200} cannot be the name of a file') from None
     if not path or p.is_absolute() or '..' in p.parts or '\0' in path or str(p) != path: raise UserError(f"{path!r:.200} is not a plain path below the manifest's folder")
     return path
 
-# %% ../nbs/00_shards.ipynb #ba4b2f70
+# %% ../nbs/00_shards.ipynb #53ad8b78
 @dataclass(frozen=True)
 class Manifest:
     "The corpus: which shards, in which order, and what they must hold."
@@ -819,6 +843,11 @@ class Manifest:
         return hashlib.sha256(json.dumps(what, sort_keys=True, separators=(',', ':')).encode()).hexdigest()
 
     @cached_property
+    def marks(self) -> str:
+        "Four hex digits a shard. Saved states keep them: `hash` says that the data changed, these say which shard did."
+        return ''.join(hashlib.sha256(f'{s.path}\0{s.domain}\0{s.dtype} {s.tokens} {s.sha256}'.encode(errors='surrogatepass')).hexdigest()[:4] for s in self.shards)
+
+    @cached_property
     def domains(self) -> tuple: return tuple(dict.fromkeys(s.domain for s in self.shards))
 
     @cached_property
@@ -829,6 +858,19 @@ class Manifest:
         return self._pool.reader(shard).read(start, stop)
 
     def reader(self, shard: int) -> Reader: return self._pool.reader(shard)
+
+    @cached_property
+    def _dtype(self): return np.dtype('uint32' if any(s.dtype == 'uint32' for s in self.shards) else 'uint16')
+
+    def rows(self, shards, starts, length: int) -> np.ndarray:
+        "`length` tokens from `starts[i]` on of `shards[i]`, as (len(shards), length)."
+        out, readers = np.empty((len(shards), length), self._dtype), {}
+        for row, shard, start in zip(out, shards, starts, strict=True):
+            if (reader := readers.get(shard)) is None:
+                if len(readers) >= 128: readers.clear()            # open files stay bounded
+                reader = readers[shard] = self._pool.reader(shard)
+            reader.read_into(start, row)
+        return out
 
     def __reduce__(self): return Manifest, (self.root, self.shards, self.tokenizer, self.vocab_size, self.eos, self.meta)
 
@@ -850,6 +892,17 @@ class Manifest:
         for i in range(len(m.shards) if verify != 'none' else 0): check_shard(m, i, full=verify == 'full', unpack=False)
         return m
 
+# %% ../nbs/00_shards.ipynb #8145ea1c
+def changed_shards(paths, marks: str, saved) -> str:
+    "In words: what is not as it was when the marks were `saved`. `paths` and `marks` are those of now."
+    now, then = ([x[i:i + 4] for i in range(0, len(x), 4)] for x in (marks, saved if isinstance(saved, str) else ''))
+    known = set(then)
+    if not now or not then: return 'it was not written down which shard'
+    differ = [i for i, a in enumerate(now) if (a not in known if len(now) != len(then) else a != then[i])]
+    count = '' if len(now) == len(then) else f'{len(then):,} shards then, {len(now):,} now; '
+    if differ: return f'{count}{paths[differ[0]]} is not what it was' + (f', nor are {len(differ) - 1:,} more' if differ[1:] else '')
+    return f'{count}the shards that are there are what they were' if count else 'the shards are what they were, but tokenizer, vocab_size or eos is another'
+
 # %% ../nbs/00_shards.ipynb #f43bc4f4
 _SHARD_FIELDS = dict(path=str, domain=str, format=str, dtype=str, tokens=int, sha256=str, size=int, mtime_ns=int, blocks=list)
 
@@ -859,7 +912,7 @@ def _field(doc, name, kind, where):
     if not isinstance(value, kind) or isinstance(value, bool): raise UserError(f'{where}: {name!r} is {value!r:.60}, expected {kind.__name__}')
     return value
 
-# %% ../nbs/00_shards.ipynb #aa18bb2a
+# %% ../nbs/00_shards.ipynb #9d9940cf
 def _parse_shard(doc, where) -> Shard:
     s = Shard(**{k: _field(doc, k, kind, where) for k, kind in _SHARD_FIELDS.items()})
     if s.format not in _OPENERS: raise UserError(f'{where}: unknown format {s.format!r:.40}')
@@ -867,7 +920,13 @@ def _parse_shard(doc, where) -> Shard:
     if not 0 < s.tokens < 1 << 48 or s.size < 0: raise UserError(f'{where}: {s.tokens} tokens in {s.size} bytes')
     if len(s.blocks) != 3 or not all(isinstance(b, str) for b in s.blocks): raise UserError(f'{where}: expected three block hashes')
     _relative(s.path)
+    _text(s.domain, where)
     return Shard(**{**s.__dict__, 'blocks': tuple(s.blocks)})
+
+def _text(domain: str, where):
+    "A folder whose name is no text (a lone surrogate in it) cannot be a domain: names are hashed, printed and written down."
+    try: domain.encode()
+    except UnicodeEncodeError: raise UserError(f'{where}: the domain {domain!r:.60} is not text: rename the folder') from None
 
 # %% ../nbs/00_shards.ipynb #f4175c96
 MAX_MANIFEST = 1 << 28          # bytes: about half a million shards
@@ -923,9 +982,10 @@ class _Pool:
             if len(self.open) > self.limit: self.open.popitem(last=False)      # closes itself when its last user lets go
             return self.open[i]
 
-# %% ../nbs/00_shards.ipynb #2aac8338
+# %% ../nbs/00_shards.ipynb #dd2c6a3a
 def describe_shard(root, path, vocab_size: int, domain: str, format=None, dtype=None) -> Shard:
     "The manifest's entry for the shard at root/path; ShardError at a token outside the vocabulary."
+    _text(domain, root)
     reader = open_shard(Path(root)/path, format, dtype)
     for why in reader.evidence: warnings.warn(f'{reader.path}: {why}', stacklevel=3)
     digest = Digest(reader.tokens)

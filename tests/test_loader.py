@@ -171,9 +171,39 @@ def test_resume_needs_the_same_data_and_order(manifest, tmp_path):
     write_shard(tmp_path / 'a' / '0.u16.zst', np.arange(3000, dtype=np.uint16))
     other = build_manifest(tmp_path, 'bytes', 30000, None)
     text = refused(ContiguousOrder(other, 12, 16), other)
-    assert 'manifest_hash' in text and manifest.hash in text and other.hash in text and '\n' not in text
-    del state['order']
-    assert "'order' is missing" in refused(ContiguousOrder(manifest, 12, 16))
+    assert '6 shards then, 1 now' in text and manifest.hash[:12] in text and other.hash[:12] in text and '\n' not in text
+    without = {k: v for k, v in state.items() if k != 'shards'}
+    Loader(ContiguousOrder(manifest, 12, 16), manifest).load_state_dict(without)     # a state of before these marks
+    for bad in ({k: v for k, v in state.items() if k != 'order'}, None, [], state | dict(step='x'), state | dict(step=-1), state | dict(worker=2, workers=2), state | dict(order=3), state | dict(step=True)):
+        with pytest.raises(UserError, match=r'not the state of a loader|saved 3') as e: Loader(ContiguousOrder(manifest, 12, 16), manifest).load_state_dict(bad)
+        assert '\n' not in str(e.value)
+
+
+def test_a_resume_against_changed_content_names_the_shard(tmp_path):
+    def corpus(**shards):
+        for name, x in shards.items(): write_shard(tmp_path / name[0] / f'{name}.u16.zst', np.asarray(x, np.uint16))
+        return build_manifest(tmp_path, 'bytes', 30000, None)
+    x = np.arange(2000)
+    m = corpus(a0=x, a1=x + 1, b0=x + 2)
+    order = InterleavedOrder(m, 12, 16)
+    saved = json.loads(json.dumps(order.state(7)))
+    assert order.check_state(saved) == 7
+    def refused(m, state=saved):
+        with pytest.raises(UserError) as e: InterleavedOrder(m, 12, 16).check_state(state)
+        also = {k: v for k, v in Loader(order, m).state_dict(7).items() if k in state or k in ('worker', 'workers')}
+        with pytest.raises(UserError) as f: Loader(InterleavedOrder(m, 12, 16), m).load_state_dict(also)
+        assert str(e.value).split(': ', 1)[1].split(';')[0] in str(f.value)
+        return str(e.value)
+    assert 'a/a1.u16.zst is not what it was (' in refused(corpus(a1=x + 3))
+    assert 'a/a1.u16.zst is not what it was, nor are 1 more' in refused(corpus(b0=x[::-1]))
+    corpus(a1=x + 1, b0=x + 2)
+    assert '3 shards then, 4 now; a/a00.u16.zst is not what it was (' in refused(corpus(a00=x))
+    (tmp_path / 'a' / 'a00.u16.zst').unlink()
+    (tmp_path / 'a' / 'a1.u16.zst').unlink()
+    assert '3 shards then, 2 now; the shards that are there are what they were' in refused(corpus())
+    m = corpus(a1=x + 1)
+    assert 'tokenizer, vocab_size or eos is another' in refused(Manifest(m.root, m.shards, 'bytes', 30000, 5))
+    assert 'not written down' in refused(corpus(a1=x), {k: v for k, v in saved.items() if k != 'shards'})
 
 
 def test_a_token_beyond_the_vocabulary_names_shard_and_offset(manifest):

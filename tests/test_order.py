@@ -403,7 +403,8 @@ def test_find_data_seed_is_the_smallest():
 def test_bad_input_is_one_line():
     m = manifest(code=[80], math=[80], web=[5])
     ok = manifest(code=[80], math=[80], web=[80])
-    w = {"code": 1, "math": 1, "web": 1}
+    w, deep = {"code": 1, "math": 1, "web": 1}, "contiguous"
+    for i in range(300): deep = {"kind": "switch", "old": deep, "step": i + 1, "new": "interleaved"}
     for make_it, what in (
         (lambda: ContiguousOrder(ok, 0, T), "batch_size"), (lambda: ContiguousOrder(ok, 2, 7.5), "seq_len"),
         (lambda: ContiguousOrder(ok, 2, T, plan=[9]), "shard 9"), (lambda: ContiguousOrder(ok, 2, T, restarts=(0, -3)), "restart"),
@@ -416,7 +417,9 @@ def test_bad_input_is_one_line():
         (lambda: InterleavedOrder(ok, 6, T, weights=[(0, w), (0, w)]), "start at step 0"), (lambda: InterleavedOrder(ok, 6, T, max_epochs={"papers": 1}), "'papers'"),
         (lambda: InterleavedOrder(ok, 6, T, max_epochs={"web": 0}), "above 0"), (lambda: ContiguousOrder(ok, 2, T).spans(-1), "a step"),
         (lambda: make_order({"kind": "contiguous", "seed": 1}, ok, 2, T), "no setting 'seed'"), (lambda: make_order("shuffled", ok, 2, T), "unknown order"),
-        (lambda: rank_slice(8, 8, 8), "rank 8")):
+        (lambda: rank_slice(8, 8, 8), "rank 8"), (lambda: rank_slice(8, 0, 0), "at least one rank"), (lambda: rank_slice(8, 0, -2), "at least one rank"), (lambda: rank_slice(8, 0, 2.), "integers"), (lambda: rank_slice(8, "0", 2), "integers"),
+        (lambda: rank_slice(8, 0, 3), "does not divide"), (lambda: ContiguousOrder(ok, 10**30, T), "too large"), (lambda: ContiguousOrder(ok, 2, T).spans("3"), "a step"), (lambda: ContiguousOrder(ok, 2, T).check_state(None), "not the state"),
+        (lambda: ContiguousOrder(ok, 2, T).check_state({"manifest_hash": "h", "order": ContiguousOrder(ok, 2, T).spec()}), "a step"), (lambda: make_order(deep, ok, 2, T), "100 switches")):
         with pytest.raises(UserError, match=what) as e: make_it()
         assert "\n" not in str(e.value)
 

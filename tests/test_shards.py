@@ -400,6 +400,24 @@ def test_many_shards_few_open_files(tmp_path):
     with pytest.raises(UserError, match='shard 60'): m.read(60, 0, 1)
 
 
+def test_rows_are_what_read_gives(tmp_path):
+    "Every format and width in one corpus, rows across frames; a row that does not lie in its shard is an error and no other row."
+    kinds = ['u16.zst', 'u32.zst', 'foreign.u16.zst', 'llmc', 'megatron', 'npy']
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+        write(kind, tmp_path / kind, token_sample(200_000, seed=len(kind)))
+    m = build_manifest(tmp_path, 'bytes', 50_000, 0)
+    rng = np.random.default_rng(0)
+    for n in (1, 257, 70_000):
+        shards = rng.integers(0, len(m.shards), 40).tolist()
+        starts = rng.integers(0, 200_000 - n + 1, 40).tolist()
+        got = m.rows(shards, starts, n)
+        assert got.shape == (40, n) and all(np.array_equal(row, m.read(s, a, a + n)) for row, s, a in zip(got, shards, starts, strict=True))
+    for s in range(len(m.shards)):
+        for a in (-1, 199_999, 10**12):
+            with pytest.raises(ShardError, match='asked for'): m.rows([s], [a], 2)
+
+
 def test_loading_ten_thousand_shards_is_quick_and_touches_no_file(tmp_path):
     shards = tuple(Shard(f'd{i % 7}/{i:05d}.u16.zst', f'd{i % 7}', 'zst', 'uint16', 10**8, f'{i:064x}', 10**8, 0, ('0' * 16,) * 3) for i in range(10_000))
     Manifest(tmp_path, shards, 'bytes', 257, 256).save()
