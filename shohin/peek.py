@@ -7,11 +7,12 @@ __all__ = ['visible_runs', 'visible', 'visible_html', 'bytes_decoder', 'tiktoken
            'token_stats', 'text_stats', 'row_stats', 'batch_stats', 'Doc', 'Row', 'split_docs', 'PeekBatch',
            'PeekResult', 'describe', 'render', 'to_html', 'peek']
 
-# %% ../nbs/03_peek.ipynb #4963f9ca
+# %% ../nbs/03_peek.ipynb #6c66168d
 import base64
 import html
 import json
 import re
+import stat
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from .order import rank_slice
-from .shards import Manifest, UserError
+from .shards import Manifest, UserError, _inside
 
 # %% ../nbs/03_peek.ipynb #980867dc
 def visible_runs(text: str, keep: str = '') -> list[tuple[str, bool]]:
@@ -54,39 +55,51 @@ def _decode_known(ids: np.ndarray, known: np.ndarray, decode: Callable) -> str:
     cuts = [0, *(np.flatnonzero(np.diff(known)) + 1), len(ids)]
     return ''.join(decode(ids[a:b]) if known[a] else ''.join(f'⟨{i}⟩' for i in ids[a:b]) for a, b in pairwise(cuts))
 
+# %% ../nbs/03_peek.ipynb #4a234e4d
+class _Known:
+    "Which ids a vocabulary has: `has` is asked once for each, the answers are kept in a table."
+    def __init__(self, has: Callable): self.has, self.table = has, np.zeros(1 << 12, np.int8)   # 0: not asked yet, 1: yes, 2: no
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        most = int(ids.max(initial=0))
+        if most >= 1 << 22: return np.fromiter(map(self.has, ids.tolist()), bool, len(ids))       # no vocabulary is so large
+        if most >= len(self.table): self.table = np.concatenate([self.table, np.zeros(max(most + 1 - len(self.table), len(self.table)), np.int8)])
+        if not self.table[ids].all():
+            for i in np.unique(ids[self.table[ids] == 0]).tolist(): self.table[i] = 1 if self.has(i) else 2
+        return self.table[ids] == 1
+
 # %% ../nbs/03_peek.ipynb #bbecd9ca
 def bytes_decoder(ids) -> str:
     "Ids below 256 are the bytes of UTF-8 text."
     ids = np.asarray(ids)
     return _decode_known(ids, ids < 256, lambda x: x.astype(np.uint8).tobytes().decode('utf-8', 'replace'))
 
-# %% ../nbs/03_peek.ipynb #dc65a0bf
+# %% ../nbs/03_peek.ipynb #f2e9d525
 def tiktoken_decoder(path: Path) -> Callable:
     "Decoder for a file of `base64(token bytes) rank` lines. Special tokens are not in such files: they show as ⟨id⟩."
     try: vocab = {int(rank): base64.b64decode(token, validate=True)
                   for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)}
     except ValueError as e: raise UserError(f'{path}: not a tiktoken vocabulary (lines of "base64 rank"): {e}') from None
     if not vocab: raise UserError(f'{path}: the tokenizer file is empty')
+    has = _Known(vocab.__contains__)
     def decode(ids):
         ids = np.asarray(ids)
-        known = np.fromiter((i in vocab for i in ids.tolist()), bool, len(ids))
-        return _decode_known(ids, known, lambda x: b''.join(map(vocab.__getitem__, x.tolist())).decode('utf-8', 'replace'))
+        return _decode_known(ids, has(ids), lambda x: b''.join(map(vocab.__getitem__, x.tolist())).decode('utf-8', 'replace'))
     return decode
 
-# %% ../nbs/03_peek.ipynb #010edcfc
+# %% ../nbs/03_peek.ipynb #59e31f46
 def hf_decoder(path: Path) -> Callable:
     "Decoder for a Hugging Face `tokenizer.json`; special tokens are shown."
     from tokenizers import Tokenizer
     try: tokenizer = Tokenizer.from_file(str(path))
     except Exception as e: raise UserError(f'{path}: not a Hugging Face tokenizer.json: {e}') from None
+    has = _Known(lambda i: tokenizer.id_to_token(i) is not None)
     def decode(ids):
         ids = np.asarray(ids)
-        values, inverse = np.unique(ids, return_inverse=True)
-        known = np.fromiter((tokenizer.id_to_token(i) is not None for i in values.tolist()), bool, len(values))[inverse]
-        return _decode_known(ids, known, lambda x: tokenizer.decode(x.tolist(), skip_special_tokens=False))
+        return _decode_known(ids, has(ids), lambda x: tokenizer.decode(x.tolist(), skip_special_tokens=False))
     return decode
 
-# %% ../nbs/03_peek.ipynb #cc9cc893
+# %% ../nbs/03_peek.ipynb #ce42bb05
 @lru_cache(maxsize=8)
 def _file_decoder(path: Path, mtime_ns: int) -> Callable:
     with open(path, 'rb') as f: head = f.read(64).lstrip(b'\xef\xbb\xbf \t\r\n')
@@ -97,38 +110,46 @@ def make_decoder(tokenizer, root: Path = Path()) -> Callable:
     if callable(tokenizer): return tokenizer
     if tokenizer == 'bytes': return bytes_decoder
     path = Path(root) / tokenizer
-    try: return _file_decoder(path, path.stat().st_mtime_ns)
+    try:
+        s = path.stat()
+        if not stat.S_ISREG(s.st_mode): raise UserError(f'tokenizer {path}: expected a regular file')     # a FIFO would hang
+        if s.st_size > 1 << 30: raise UserError(f'tokenizer {path}: {s.st_size:,} bytes are too many for a vocabulary')
+        return _file_decoder(path, s.st_mtime_ns)
     except OSError as e: raise UserError(f'tokenizer {path}: {e.strerror}; name another with --tokenizer') from None
 
-# %% ../nbs/03_peek.ipynb #351c8ff9
+# %% ../nbs/03_peek.ipynb #a0cf5bab
 def token_stats(tokens: np.ndarray, eos: int | None = None) -> dict:
     "Of ids (T,): count, distinct, unigram entropy (bits/token), EOS count, longest run of one repeated token."
     tokens = np.asarray(tokens).ravel()
-    counts = np.unique(tokens, return_counts=True)[1]
+    counts = _runs(np.sort(tokens))
     p = counts / max(len(tokens), 1)
-    edges = np.flatnonzero(np.diff(tokens)) + 1
-    longest = int(np.diff(np.r_[0, edges, len(tokens)]).max()) if len(tokens) else 0
     return dict(tokens=len(tokens), distinct=len(counts), entropy=float(abs(-(p * np.log2(p)).sum())),
-                eos=int((tokens == eos).sum()) if eos is not None else 0, longest_run=longest)
+                eos=int((tokens == eos).sum()) if eos is not None else 0, longest_run=int(_runs(tokens).max(initial=0)))
 
-# %% ../nbs/03_peek.ipynb #e6fa2933
+def _runs(x: np.ndarray) -> np.ndarray:
+    "Lengths of the maximal runs of equal values."
+    edge = np.ones(len(x) + 1, bool)
+    np.not_equal(x[1:], x[:-1], out=edge[1:-1])
+    return np.diff(np.flatnonzero(edge)) if len(x) else np.zeros(0, np.int64)
+
+# %% ../nbs/03_peek.ipynb #17629ec9
 _DIGITS, _SPACE, _LATEX = ([ord(c) for c in chars] for chars in ('0123456789', ' \t\n\r\f\v', '\\{}$^_&'))
 
 def text_stats(text: str) -> dict:
     "Shares of the characters that are digits, whitespace, non-ASCII or LaTeX-like (\\{}$^_&), and zlib's ratio."
     raw = text.encode('utf-8', 'surrogatepass')
-    chars = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')
-    counts = np.bincount(np.minimum(chars, 128), minlength=129)  # how often each ASCII character, and all others together
+    chars = np.frombuffer(raw, np.uint8) if text.isascii() else np.minimum(np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4'), 128)
+    counts = np.bincount(chars, minlength=129)  # how often each ASCII character, and all others together
     share = lambda codes: float(counts[codes].sum() / max(len(chars), 1))
     return dict(digits=share(_DIGITS), whitespace=share(_SPACE), non_ascii=share([128]), latex=share(_LATEX),
-                zlib=len(zlib.compress(raw)) / len(raw) if raw else 1.)
+                zlib=len(zlib.compress(raw, 1)) / len(raw) if raw else 1.)
 
-# %% ../nbs/03_peek.ipynb #52e9f3a2
+# %% ../nbs/03_peek.ipynb #1d2d9e74
 def row_stats(tokens: np.ndarray, text: str, eos: int | None = None) -> dict:
-    "Statistics of one row: of its ids and of their text (zlib: compressed bytes / bytes; low means repetitive)."
+    "Statistics of one row: of its ids and of their text (zlib: bytes compressed at level 1 / bytes; low means repetitive)."
     return token_stats(tokens, eos) | text_stats(text)
 
-# %% ../nbs/03_peek.ipynb #29f17d04
+# %% ../nbs/03_peek.ipynb #2996962a
 def batch_stats(tokens: np.ndarray, decode: Callable, eos: int | None = None) -> dict:
     "Statistics of a batch of ids (B, T) pooled over rows, with the extremes of single rows as *_min and *_max."
     tokens = np.asarray(tokens)
@@ -136,8 +157,9 @@ def batch_stats(tokens: np.ndarray, decode: Callable, eos: int | None = None) ->
 
 def _pool(tokens, texts, eos, rows=None):
     rows = rows or [row_stats(row, text, eos) for row, text in zip(tokens, texts, strict=True)]
-    of = lambda k: [r[k] for r in rows]
-    return row_stats(tokens, ''.join(texts), eos) | dict(longest_run=max(of('longest_run')),
+    of, chars = lambda k: [r[k] for r in rows], [len(t) for t in texts]
+    text = {k: float(np.average(of(k), weights=chars)) if any(chars) else float(k == 'zlib') for k in ('digits', 'whitespace', 'non_ascii', 'latex', 'zlib')}
+    return token_stats(tokens, eos) | text | dict(longest_run=max(of('longest_run')),
         entropy_min=min(of('entropy')), entropy_max=max(of('entropy')), zlib_min=min(of('zlib')), zlib_max=max(of('zlib')))
 
 # %% ../nbs/03_peek.ipynb #7073de1a
@@ -303,22 +325,23 @@ def _read_row(manifest: Manifest, span, step: int, row: int, decode: Callable) -
     stats = row_stats(tokens, ''.join(d.text for d in docs), eos)
     return Row(step, row, manifest.shards[span.shard].path, span.start, span.stop, span.domain, docs, stats, tokens)
 
-# %% ../nbs/03_peek.ipynb #e5afea9c
+# %% ../nbs/03_peek.ipynb #3f0f977c
 def _read_batch(manifest: Manifest, order, step: int, rows: slice, decode: Callable) -> PeekBatch:
     spans = order.spans(step)
-    read = tuple(_read_row(manifest, s, step, i, decode) for i, s in list(enumerate(spans))[rows])
+    near = sorted(list(enumerate(spans))[rows], key=lambda x: (x[1].shard, x[1].start))     # rows of one frame after another: it is decompressed once
+    read = tuple(sorted((_read_row(manifest, s, step, i, decode) for i, s in near), key=lambda r: r.row))
     domains = {d: sum(s.domain == d for s in spans) for d in manifest.domains}
     texts = [''.join(d.text for d in r.docs) for r in read]
     stats = _pool(np.stack([r.tokens for r in read]), texts, manifest.eos, [r.stats for r in read])
     return PeekBatch(step, read, {d: n for d, n in domains.items() if n}, stats)
 
-# %% ../nbs/03_peek.ipynb #2ce3bf6e
+# %% ../nbs/03_peek.ipynb #a4a66850
 def peek(manifest: Manifest, order, step: int, rank: int = 0, world: int = 1, around: int = 0, tokenizer=None) -> PeekResult:
     """What rank `rank` of `world` reads in `step`, and in `around` steps before and after it.
     `tokenizer`: another vocabulary than the manifest's, as a path or a function ids -> text."""
     if around < 0: raise UserError(f'around={around}: give the number of steps to show on each side')
+    if not tokenizer and manifest.tokenizer != 'bytes': _inside(manifest.root, manifest.tokenizer)
     decode = make_decoder(tokenizer) if tokenizer else make_decoder(manifest.tokenizer, manifest.root)
-    if world < 1: raise UserError(f'a run has at least one rank, not {world} ranks')
     rows = rank_slice(order.batch_size, rank, world)
     asked = _read_batch(manifest, order, step, rows, decode)   # first: this is the step an error should be about
     stop = step + around + 1 if order.end is None else min(step + around + 1, order.end)

@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shard_files import FORMATS, megatron_index, token_sample, write
 
+from shohin.order import InterleavedOrder
+from shohin.peek import peek
 from shohin.shards import (
     MAX_MANIFEST,
     Manifest,
@@ -433,6 +435,26 @@ def test_links_that_leave_the_folder(corpus):
     with pytest.raises(UserError, match='link that leads out'): Manifest.load(corpus, verify='none').read(0, 0, 1)
     os.rename(corpus / 'math', corpus.parent / 'math'); (corpus / 'math').symlink_to('../math')
     with pytest.raises(UserError, match='link that leads out'): Manifest.load(corpus)
+
+
+def test_names_that_no_file_can_have_and_links_in_a_circle(corpus):
+    os.symlink('circle', corpus / 'circle')
+    for what, says in ((dict(path='math/\ud800.u16.zst'), 'cannot be the name'), (dict(path='math/' + 'x' * 5000), 'too long'), (dict(path='circle/0.u16.zst'), 'circle'),
+                       (dict(domain='\ud800'), 'is not text')):
+        edit(corpus, lambda d, what=what: d['shards'][0].update(path='math/0.u16.zst', domain='math'))
+        edit(corpus, lambda d, what=what: d['shards'][0].update(what))
+        with pytest.raises(UserError, match=says) as e: Manifest.load(corpus)
+        assert '\n' not in str(e.value)
+
+
+def test_a_tokenizer_that_is_no_file_of_the_corpus(corpus):
+    "A manifest may name one: never by a link that leads out, and never a pipe, which would be waited for without end."
+    (corpus.parent / 'secret.json').write_text('{}')
+    os.symlink('../secret.json', corpus / 'out.json'); os.mkfifo(corpus / 'pipe.json')
+    for name, says in (('out.json', 'leads out'), ('pipe.json', 'regular file'), ('math', 'regular file'), ('absent.json', 'No such file')):
+        edit(corpus, lambda d, name=name: d.update(tokenizer=name))
+        m = Manifest.load(corpus)
+        with pytest.raises(UserError, match=says): peek(m, InterleavedOrder(m, 4, 16), 0)
 
 
 @pytest.mark.parametrize('change', [
