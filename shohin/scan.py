@@ -320,14 +320,14 @@ def _scan_shard(item: _Item, vocab_size, eos, format, dtype, verify, progress) -
     hist = np.bincount(np.arange(len(c.hist)) % BUCKETS, c.hist).astype(np.float32)
     return _Seen(item, report, hist, key), findings
 
-# %% ../nbs/06_scan.ipynb #f6998cd4
+# %% ../nbs/06_scan.ipynb #a6fe8611
 def _copies(seen: list[_Seen], format, dtype) -> list[Finding]:
     groups, out = defaultdict(list), []
     for s in seen: groups[s.key].append(s)
     def tokens(s): return open_shard(s.item.path, *((s.item.entry.format, s.item.entry.dtype) if s.item.entry else (format, dtype))).blocks(BLOCK)
     for first, *others in groups.values():
         for other in others:
-            if first.item.path.resolve() == other.item.path.resolve(): continue
+            if os.path.abspath(first.item.path) == os.path.abspath(other.item.path): continue     # named twice; a link is a copy
             if all(np.array_equal(a, b) for a, b in zip(tokens(first), tokens(other), strict=True)):
                 out.append(Finding('problem', 'duplicate', other.report.path, f'holds the same {other.report.tokens:,} tokens as {"/".join(first.item.path.parts[-2:])}'))
     return out
@@ -384,7 +384,7 @@ def _eos(seen: list[_Seen]) -> list[Finding]:
                 out.append(Finding('note', 'eos', s.report.path, f'EOS ends {s.report.eos:,} documents, in the shards of {domain} about {expected:,.0f} in as many tokens'))
     return out
 
-# %% ../nbs/06_scan.ipynb #a3f340ba
+# %% ../nbs/06_scan.ipynb #9b64d349
 def scan(paths, *, vocab_size: int | None = None, eos: int | None = None, format: str | None = None, dtype: str | None = None,
          verify: bool = False, progress: Callable | None = None) -> ScanResult:
     """Read every token of `paths` (a Manifest, or files and folders) once, in bounded memory, and report what is wrong.
@@ -395,7 +395,7 @@ def scan(paths, *, vocab_size: int | None = None, eos: int | None = None, format
     if eos is not None and not 0 <= eos < (vocab_size or 1 << 32): raise UserError(f'EOS {eos} is outside the vocabulary of {vocab_size or 1 << 32}')
     items = _items(paths)
     if not items: raise UserError('no shards to scan')
-    sizes = [os.stat(i.path).st_size if i.path.exists() else 0 for i in items]
+    sizes = [_size(i.path) for i in items]
     seen, findings, done = [], [], 0
     for item, size in zip(items, sizes, strict=True):
         def tell(share, done=done, size=size, path=str(item.path)):
@@ -412,7 +412,11 @@ def scan(paths, *, vocab_size: int | None = None, eos: int | None = None, format
     reports = tuple(ShardReport(**{**s.report.__dict__, 'divergence': own.get(s.report.path) and round(own[s.report.path], 5)}) for s in seen)
     return ScanResult(reports, tuple(sorted(findings, key=lambda f: f.level != 'problem')), domains, between, len(items), sum(sizes))
 
-# %% ../nbs/06_scan.ipynb #ed668dd7
+# %% ../nbs/06_scan.ipynb #a397a557
+def _size(path: Path) -> int:
+    try: return os.stat(path).st_size
+    except OSError: return 0
+
 def _unlisted(items: list[_Item]) -> list[Finding]:
     "Shards that lie among a manifest's but are not in it."
     out = []

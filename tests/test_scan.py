@@ -181,6 +181,13 @@ def test_one_fault_gives_one_problem(corpus, fault, kind):
     assert found(result) == [(kind, name)] and result.exit_status == 1
 
 
+def test_a_link_to_a_shard_is_a_copy_but_a_name_given_twice_is_not(corpus):
+    (corpus / 'maths/copy.u16.zst').symlink_to('0.u16.zst')
+    assert found(scan(corpus, vocab_size=VOCAB, eos=EOS)) == [('duplicate', 'copy.u16.zst')]
+    one = corpus / 'maths/0.u16.zst'
+    assert found(scan([one, corpus / 'maths/../maths/0.u16.zst'], vocab_size=VOCAB, eos=EOS)) == []
+
+
 @pytest.mark.parametrize('fault, kind', [
     (lambda x: x.__setitem__(slice(20_000, 22_000), 77), 'repeats'), (lambda x: x.__setitem__(x == EOS, 5), 'eos'),
     (lambda x: x.__setitem__(slice(None), np.where(x == EOS, EOS, x.astype(int) * 7 % EOS)), 'domain')])
