@@ -357,15 +357,17 @@ def _check_shift(window, s):
                  f'{L["shift_warning"]} / {L["shift_dangerous"]} beyond random', level,
                  f'{what} {value:.0%} of the mix at step {step}')
 
-# %% ../nbs/05_audit.ipynb #fa360a17
+# %% ../nbs/05_audit.ipynb #016f7b84
 def _check_prefix(stats):
     p, L = stats['prefix'], LIMITS
     unread = [d for d, v in stats['domains'].items() if not v['rows'] and v['target'] * stats['rows'] > 20]
     final = p['final'] * stats['rows']
     drift = stats['mix_stated'] and p['final'] > L['drift'] and final > L['sigmas'] / 1.25 * p['random']
+    most = sum(stats['domains'][d]['target'] for d in unread) >= L['shift_dangerous']
     return Check('furthest from the mix', f'{p["rows"]:,.1f} rows ({p["domain"]}, step {p["step"]})',
                  f'about {p["random"]:,.0f} rows', f'{L["drift"]:.1%} of all rows at the end',
-                 'warning' if drift or unread else 'safe', f'{", ".join(map(repr, unread))} is never read' if unread else
+                 'dangerous' if most else 'warning' if drift or unread else 'safe',
+                 f'{", ".join(map(repr, unread))} {"is" if len(unread) == 1 else "are"} never read' if unread else
                  f'the share of {p["final_domain"]!r} ends {p["final"]:.1%} from its weight')
 
 def _check_repeats(stats):
@@ -454,12 +456,14 @@ def advise(stats, checks, shocks, skip):
             out.append(f'skipping is no cure here: such blocks are {skip["share"]:.0%} of the steps')
     return out
 
-# %% ../nbs/05_audit.ipynb #1821e250
+# %% ../nbs/05_audit.ipynb #0ef52a0d
 def audit(order, steps=None, start=0, weights=None):
     """Audit one of our orders for `steps` steps from `start`, or Reads from any of the adapters below.
 
-    `weights` (by domain): the mix that was meant, where Reads do not know it; without it, what was read is the mix."""
-    if isinstance(order, Reads): reads = _window(order, steps, start)
+    `weights` (by domain): the mix that was meant, where Reads do not know it; without it, what was read is the mix. A domain
+    that has a weight and was never read is a finding."""
+    if weights is not None and not isinstance(weights, Mapping): raise UserError(f'weights must be a dict by domain, not {weights!r:.60}')
+    if isinstance(order, Reads): reads = _with_domains(_window(order, steps, start), weights or ())
     elif isinstance(order, Order):
         if steps is None: raise UserError('say how many steps to audit')
         reads = read_order(order, steps, start)
@@ -480,8 +484,15 @@ def audit(order, steps=None, start=0, weights=None):
     advice = advise(stats, checks, shocks, skip)
     return AuditResult(verdict, reads.source, reads, stats, checks, shocks, advice, skip, notes)
 
+def _with_domains(reads, names):
+    "The same Reads with room for domains that were never read."
+    more = [d for d in names if d not in reads.domains]
+    if not more: return reads
+    return replace(reads, domains=(*reads.domains, *more), totals=None if reads.totals is None else np.append(reads.totals, [0] * len(more)))
+
 def _window(reads, steps, start):
     "Steps start .. start + steps of some Reads."
+    if steps is not None and steps < 1: raise UserError(f'nothing to audit: steps must be at least 1, not {steps}')
     i, j = np.searchsorted(reads.steps, [start, np.iinfo(np.int64).max if steps is None else start + steps])
     if i == j:
         raise UserError(f'{reads.source or "the record"} has no rows from step {start} on for {steps or "any"} steps: '
@@ -603,13 +614,15 @@ def first_seen(values):
     by = np.argsort(first)
     return [str(names[i]) for i in by], np.argsort(by)[inverse.ravel()]
 
-# %% ../nbs/05_audit.ipynb #44e1a858
+# %% ../nbs/05_audit.ipynb #ab92060d
 COLUMNS = ('step', 'shard', 'offset', 'length')
 
 def read_log(path, domain_of=None):
-    "Reads from a CSV or Parquet file with a line for each row, in reading order: step,shard,offset,length[,domain]."
+    """Reads from a CSV or Parquet file with a line for each row, in reading order: step,shard,offset,length[,domain].
+
+    domain_of (a function or a dict, by shard name) goes before a domain column."""
     path = Path(path)
-    if not path.is_file(): raise UserError(f'{path}: no such file')
+    if not path.is_file(): raise UserError(f'{path}: {"expected a regular file" if path.exists() else "no such file"}')
     table, place = _parquet(path) if path.suffix == '.parquet' else _csv(path)
     step = table['step']
     if not len(step): raise UserError(f'{path}: it holds no rows')
@@ -620,7 +633,7 @@ def read_log(path, domain_of=None):
         raise UserError(f'{path} {place(back[0] + 1)}: step goes back from {step[back[0]]} to {step[back[0] + 1]}: '
                         'sort the lines by step')
     names, shard = table['shard']
-    if table['domain']: (domains, label), notes = table['domain'], []
+    if table['domain'] and domain_of is None: (domains, label), notes = table['domain'], []
     else:
         of, notes = shard_domains(names, domain_of)
         domains, by_shard = first_seen(np.array(of))
@@ -641,18 +654,19 @@ def _row_ids(shard, offset):
     out[by] = np.cumsum(new) - 1
     return out
 
-# %% ../nbs/05_audit.ipynb #da45c15b
+# %% ../nbs/05_audit.ipynb #e007459c
 def _csv(path):
     "(columns, a function that names the line of a row); strings as (distinct strings, number of each)."
     numbers, names = {c: array('q') for c in ('step', 'offset', 'length')}, {c: {} for c in ('shard', 'domain')}
     codes, line_of, line = {c: array('q') for c in names}, array('q'), 1
     def bad(what): raise UserError(f'{plain(path)} line {line}: {what}')
-    with open(path, newline='', encoding='utf-8', errors='replace') as f:
+    with open(path, newline='', encoding='utf-8-sig', errors='replace') as f:   # spreadsheets begin with a byte order mark
         rows = csv.reader(f, strict=True)
         try:
             head = [h.strip() for h in next(rows, [])]
-            missing = [c for c in COLUMNS if c not in head]
-            if missing: bad(f'no column {missing[0]!r}: the first line must name {", ".join(COLUMNS)}[,domain]')
+            missing, twice = [c for c in COLUMNS if c not in head], [c for c in (*COLUMNS, 'domain') if head.count(c) > 1]
+            if twice: bad(f'two columns are named {twice[0]!r}')
+            if missing: bad(f'no column {missing[0]!r}: the first line must name {", ".join(COLUMNS)}[,domain]; it is {plain(",".join(head))[:60]!r}')
             at = {c: head.index(c) for c in (*numbers, *names) if c in head}
             for row in rows:
                 line = rows.line_num
@@ -662,6 +676,7 @@ def _csv(path):
                     if c in numbers: numbers[c].append(_natural(row[i], c, bad))
                     else: codes[c].append(names[c].setdefault(row[i], len(names[c])))
                 line_of.append(line)
+                if len(line_of) > MAX_ROWS: bad(f'more than {MAX_ROWS:,} rows are too many for one audit')
         except csv.Error as e: line = rows.line_num; bad(e)
     coded = {c: (list(names[c]), np.array(codes[c], np.int64)) if c in at else None for c in names}
     return {**{c: np.array(v, np.int64) for c, v in numbers.items()}, **coded}, lambda i: f'line {line_of[i]}'
@@ -702,11 +717,12 @@ def _parquet(path):
             out[c] = v.astype(np.int64)
     return out, lambda i: f'row {i}'
 
-# %% ../nbs/05_audit.ipynb #43eda1d6
+# %% ../nbs/05_audit.ipynb #49f3ab25
 def read_batches(batches, domain, steps=None, source='batches'):
     "Reads from an iterable of batches; `domain`: a key of the batch, or a function from a batch to a label for each row."
     get = domain if callable(domain) else lambda b: b[domain]
     names, label, splits = {}, array('H'), array('q', [0])
+    if not hasattr(batches, '__iter__') and not hasattr(batches, '__getitem__'): raise UserError(f'{source}: expected an iterable of batches, not a {type(batches).__name__}')
     for t, batch in enumerate(batches):
         if t == steps: break
         try: got = get(batch)
@@ -714,7 +730,8 @@ def read_batches(batches, domain, steps=None, source='batches'):
             raise UserError(f'{source}: batch {t} gives no domain ({type(e).__name__}: {e}): pass a key, or a '
                             'function from a batch to labels') from None
         got = got.tolist() if hasattr(got, 'tolist') else got
-        got = [got] if isinstance(got, (str, int)) else list(got)
+        try: got = [got] if isinstance(got, (str, int)) else list(got)
+        except TypeError: raise UserError(f'{source}: batch {t} gives {plain(repr(got))[:60]} as its domain: expected a label or a list of them') from None
         try: label.extend(names.setdefault(str(g), len(names)) for g in got)
         except OverflowError:
             raise UserError(f'{source}: more than 65,535 different domains: is {domain!r} the domain, or an id of '
@@ -729,7 +746,7 @@ def audit_batches(batches, domain, steps=None, weights=None, source='batches'):
     "Audit any Python iterable of batches: audit_batches(loader, domain='source')."
     return audit(read_batches(batches, domain, steps, source), weights=weights)
 
-# %% ../nbs/05_audit.ipynb #4cc52969
+# %% ../nbs/05_audit.ipynb #efd8dbf2
 RULE_ROWS = 1 << 23  # rows drawn from a rule
 RULES = ('none', 'shards', 'within', 'window', 'blocks', 'buffer', 'rows')
 
@@ -741,11 +758,13 @@ def rule_order(sizes, shuffle, seed, window=0, limit=None):
     sizes, rng = np.asarray(sizes, np.int64), np.random.default_rng(seed)
     total = int(sizes.sum())
     limit = total if limit is None else min(limit, total)
+    ahead = 16 * window if shuffle == 'buffer' else window
+    if ahead > 1 << 26: raise UserError(f'a window of {window:,} rows is too large for one audit: at most {(1 << 26) * window // ahead:,}')
     by = np.arange(len(sizes)) if shuffle in ('none', 'blocks', 'rows') else rng.permutation(len(sizes))
     ends = np.cumsum(sizes[by])
     if shuffle == 'rows': at = permute(np.arange(limit), total, round_keys('rule', seed))
     else:
-        reach = np.arange(min(total, limit + 16 * window))   # rows that can come among the first `limit`
+        reach = np.arange(min(total, limit + ahead))         # rows that can come among the first `limit`
         lo, hi = np.maximum(reach - window / 2, 0), np.minimum(reach + window / 2, total)
         if shuffle == 'window': key = rng.uniform(lo, hi)
         elif shuffle == 'buffer': key = np.maximum(reach - window, 0) + rng.exponential(window, len(reach))  # wait
@@ -759,12 +778,14 @@ def read_rule(names, sizes, batch_size, shuffle, window=0, seed=0, steps=None, d
               row_tokens=None):
     "Reads of a loader that follows a rule: one epoch, or `steps` steps over as many as they take; `unit` rows stay together."
     if batch_size < 1: raise UserError(f'the batch size must be at least 1, not {batch_size}')
+    if steps is not None and steps < 1: raise UserError(f'nothing to audit: steps must be at least 1, not {steps}')
+    if not len(names): raise UserError(f'{source}: no shards to read')
     of, notes = shard_domains(names, domain_of)
     domains, label = first_seen(np.array(of))
     sizes = np.array([s // unit * unit for s in sizes], np.int64)
     total = int(sizes.sum())
     n = steps or min(total, RULE_ROWS) // batch_size
-    if not n: raise UserError(f'{source}: {total:,} rows are less than one batch of {batch_size}')
+    if not n or not total: raise UserError(f'{source}: {total:,} rows are less than one batch of {batch_size}')
     if n * batch_size > RULE_ROWS:
         raise UserError(f'{source}: {n:,} steps of {batch_size} rows are too many for one audit: at most '
                         f'{RULE_ROWS // batch_size:,}')
@@ -772,7 +793,7 @@ def read_rule(names, sizes, batch_size, shuffle, window=0, seed=0, steps=None, d
     parts, have, epoch = [], 0, 0
     while have < n * batch_size:
         left = -(-(n * batch_size - have) // unit)
-        shard, row = rule_order(sizes // unit, shuffle, (seed, epoch), -(-window // unit), left)
+        shard, row = rule_order(sizes // unit, shuffle, (seed % (1 << 64), epoch), -(-window // unit), left)
         parts.append((np.repeat(shard, unit), (row[:, None] * unit + np.arange(unit)).ravel()))
         have, epoch = have + len(parts[-1][0]), epoch + 1
     shard, row = (np.concatenate(x)[:n * batch_size] for x in zip(*parts))

@@ -147,6 +147,19 @@ def test_weights_that_were_not_kept_and_domains_that_were_dropped():
     with pytest.raises(UserError, match="'code' is read but its weight is 0"): audit(order, weights={"code": 0, "math": 1, "web": 1})
 
 
+def test_a_domain_that_has_a_weight_and_no_row():
+    "Its name is in no batch, so that only the weights know of it: a finding, and the worse the more of the mix it is."
+    rng = np.random.default_rng(3)
+    for share, verdict in ((.1, "warning"), (.6, "dangerous"), (0, "safe")):
+        r = audit_batches(({"d": rng.choice(["code", "math"], 32).tolist()} for _ in range(200)), "d", weights={"code": (1 - share) / 2, "math": (1 - share) / 2, "web": share})
+        assert r.verdict == verdict and (share == 0) == (not any("'web' is never read" in c.finding for c in r.checks)), r.checks
+        json.dumps(r.to_dict(), allow_nan=False)
+        assert r.svg() and r.picture()
+    rows = read_rule(["code/0", "math/0"], [500, 500], 10, "rows")
+    assert "'a', 'b' are never read" in [c.finding for c in audit(rows, weights={"code": 1, "math": 1, "a": 1, "b": 1}).checks]
+    with pytest.raises(UserError, match="'math' has no weight"): audit(rows, weights={"code": 1, "maths": 1})
+
+
 def test_restarts_that_lose_the_place():
     m = manifest()
     for order in (ContiguousOrder(m, 12, 15, restarts=(0, 50, 100)), RoundRobinOrder(m, 12, 15, restarts=(0, 50, 100))):
@@ -297,6 +310,14 @@ def test_a_bad_log_is_one_line(tmp_path, text, what):
     assert what in str(e.value) and "\n" not in str(e.value) and "x.csv" in str(e.value)
 
 
+def test_logs_as_spreadsheets_write_them(tmp_path):
+    path = tmp_path / "order.csv"
+    path.write_bytes(b'\xef\xbb\xbf"length","x","offset","step","shard","domain"\r\n' + b"".join(b'9,,%d,%d,"a,b",%s\r\n\r\n' % (9 * i, i // 4, b"xy"[i % 2:][:1]) for i in range(200)))
+    r = read_log(path)
+    assert r.domains == ("x", "y") and len(r.steps) == 50 and r.shard_of(0) == "a,b" and audit(r).verdict == "safe"
+    assert read_log(path, domain_of={"a,b": "z"}).domains == ("z",)         # what is asked for goes before a column
+
+
 def test_a_log_of_bytes_that_are_no_text_or_no_parquet(tmp_path):
     blob = np.random.default_rng(0).bytes(5000)
     for name in ("x.csv", "x.parquet"):
@@ -425,7 +446,10 @@ def test_questions_that_make_no_sense():
     m = manifest()
     for ask, what in ((lambda: audit(ContiguousOrder(m, 12, 15)), "how many steps"), (lambda: audit([1, 2], 5), "cannot audit a list"), (lambda: audit(ContiguousOrder(m, 12, 15), 0), "at least 1"),
                       (lambda: audit(ContiguousOrder(m, 12, 15), 10**9), "too many for one audit"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), 5, start=50), "no rows from step 50 on for 5 steps"),
-                      (lambda: read_rule(["a/b"], [50], 5, "random"), "unknown shuffle"), (lambda: read_rule(["a/b"], [50], 5, "buffer"), "needs window"), (lambda: read_rule(["a/b"], [50], 0, "rows"), "at least 1")):
+                      (lambda: read_rule(["a/b"], [50], 5, "random"), "unknown shuffle"), (lambda: read_rule(["a/b"], [50], 5, "buffer"), "needs window"), (lambda: read_rule(["a/b"], [50], 0, "rows"), "at least 1"),
+                      (lambda: read_rule([], [], 4, "rows"), "no shards"), (lambda: read_rule(["a/b"], [0], 4, "rows", steps=5), "less than one batch"), (lambda: read_rule(["a/b"], [50], 4, "rows", steps=-1), "at least 1"),
+                      (lambda: read_rule(["a/b"], [50], 4, "window", 10**12), "too large"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), -3), "at least 1"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), weights=[1]), "dict by domain"),
+                      (lambda: audit_batches(5, "d"), "an iterable of batches"), (lambda: audit_batches([{"d": None}], "d"), "None as its domain")):
         with pytest.raises(UserError, match=what): ask()
 
 
