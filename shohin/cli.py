@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Find out why a pretraining loss broke, fix it mid-run, and prove it.")
 JSON = Annotated[bool, typer.Option("--json", help="print one JSON document to stdout")]
 
-# %% ../nbs/44_cli.ipynb #4f5bc602
+# %% ../nbs/44_cli.ipynb #882b7756
 def main():
     "Entry point: `UserError` becomes one line and exit status 2, a full disk or a closed pipe no traceback either."
     try: app(prog_name="shohin")
@@ -39,9 +39,16 @@ def _fail(text):
 
 def _out(result, as_json, render=None, html=None):
     "Print a result as JSON or for the terminal."
-    if html: Path(html).write_text(result.to_html(), encoding="utf8")
+    if html: _write(html, result.to_html())
     if as_json: print(json.dumps(result if isinstance(result, dict) else result.to_dict(), allow_nan=False, default=_plain)); return
     _console().print(render() if render else result.render())
+
+def _write(path, text):
+    "A file is there whole or not at all: a page that someone has open is never half of one."
+    from shohin.shards import _atomic
+    data = text.encode("utf8", "replace")
+    if Path(path).exists() and not Path(path).is_file(): Path(path).write_bytes(data); return      # /dev/stdout, a pipe
+    with _atomic(path) as out: out.write(data)
 
 def _plain(x): return x.item() if hasattr(x, "item") else str(x)
 
@@ -88,16 +95,35 @@ def corpus(out: Annotated[Path, typer.Argument(help="folder to build in")] = Pat
     for r in rows: t.add_row(r["domain"], str(r["shards"]), f"{r['tokens']:,}", f"{r['bytes_per_token']:.2f}", f"{100 * r['probe_overlap']:.2f} %")
     _console().print(t)
 
-# %% ../nbs/44_cli.ipynb #46278ba9
+# %% ../nbs/44_cli.ipynb #1943dbb4
 @app.command()
 def scan(paths: Annotated[list[Path], typer.Argument(help="shards, folders, or a manifest.json")], vocab_size: int | None = None, eos: int | None = None,
          format: Annotated[str | None, typer.Option(help="of headerless shards")] = None, dtype: Annotated[str | None, typer.Option(help="of headerless shards: uint16 or uint32")] = None,
-         verify: Annotated[bool, typer.Option("--verify", help="hash every shard and compare with the manifest")] = False, as_json: JSON = False):
+         verify: Annotated[bool, typer.Option("--verify", help="hash every shard and compare with the manifest")] = False,
+         write_manifest: Annotated[bool, typer.Option("--write-manifest", help="when nothing is wrong, write manifest.json into the folder: a domain is a folder in it")] = False,
+         tokenizer: Annotated[str, typer.Option(help="for the manifest: bytes, or a tokenizer.json or tiktoken file in the folder")] = "bytes", as_json: JSON = False):
     "Read every token once and say what is wrong: damage, tokens beyond the vocabulary, repeats, duplicates, shards unlike their domain."
     from shohin.scan import scan as read
+    if write_manifest: _may_write_manifest(paths, vocab_size, tokenizer)
     with _Bar("scan") as tell: result = read(paths, vocab_size=vocab_size, eos=eos, format=format, dtype=dtype, verify=verify, progress=tell)
-    _out(result, as_json)
+    made = _make_manifest(paths[0], tokenizer, vocab_size, eos, format, dtype) if write_manifest and not result.problems else None
+    if as_json: print(json.dumps(result.to_dict() | (dict(manifest=str(made)) if made else {}), allow_nan=False, default=_plain))
+    else: _console().print(result.render(), *([f"wrote {made}"] if made else []), sep="\n", markup=False)
     raise typer.Exit(result.exit_status)
+
+def _may_write_manifest(paths, vocab_size, tokenizer):
+    if len(paths) != 1 or not paths[0].is_dir(): raise UserError("--write-manifest: give one folder of shards")
+    if (paths[0] / "manifest.json").exists(): raise UserError(f"{paths[0]} has a manifest.json: move it away to make another")
+    if vocab_size is None: raise UserError("--write-manifest: give --vocab-size, and --eos if documents end with one")
+    from shohin.shards import _inside
+    if tokenizer != "bytes" and not _inside(paths[0], tokenizer).is_file(): raise UserError(f"--tokenizer {tokenizer}: no such file in {paths[0]}")
+
+def _make_manifest(folder, tokenizer, vocab_size, eos, format, dtype):
+    import warnings
+    from shohin.shards import build_manifest
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")      # the evidence of a guess is among the findings
+        return build_manifest(folder, tokenizer, vocab_size, eos, format=format, dtype=dtype).save()
 
 class _Bar:
     "A progress bar on stderr of a terminal: call it with (done, total, name)."
@@ -113,26 +139,41 @@ class _Bar:
     def __exit__(self, *_):
         if self.bar: self.bar.stop()
 
-# %% ../nbs/44_cli.ipynb #e7e3311d
+# %% ../nbs/44_cli.ipynb #4819ff50
 CORPUS = Annotated[Path | None, typer.Argument(help="manifest.json or its folder")]
 ORDER = Annotated[str, typer.Option(help="contiguous, roundrobin, interleaved, or a JSON spec")]
 RUN = Annotated[Path | None, typer.Option(help="a run folder: its corpus and order")]
 
-def _order(corpus, order, data_seed, batch_size, seq_len, run):
+def _order(corpus, order, data_seed, batch_size, seq_len, run, verify="quick"):
     "(manifest, order) from a run folder, or from a corpus and an order's name and sizes."
     from shohin.order import make_order
     if run:
-        try: cfg = json.loads((run / "config.json").read_text())
+        try: cfg = json.loads((run / "config.json").read_text()); cfg["order"], cfg["corpus"], cfg["batch_size"], cfg["seq_len"]
         except (OSError, ValueError) as e: raise UserError(f"{run}: no run folder ({e}); give one that has a config.json") from None
-        m = _manifest(corpus or cfg["corpus"])
-        return m, make_order(cfg["order"], m, cfg["batch_size"], cfg["seq_len"])
+        except (KeyError, TypeError) as e: raise UserError(f"{run}/config.json is not the config of a run ({e})") from None
+        m = _manifest(corpus or cfg["corpus"], verify)
+        o = make_order(cfg["order"], m, cfg["batch_size"], cfg["seq_len"])
+        if other := o.changed(_trained_on(run, cfg, m)): raise UserError(f"{run} was trained on other data than {m.root} holds: {other}; restore what it read")
+        return m, o
     if corpus is None: raise UserError("give a manifest, or --run with a run folder")
-    m = _manifest(corpus)
-    try: spec = json.loads(order) if order.startswith("{") else dict(kind=order, data_seed=data_seed)
-    except ValueError as e: raise UserError(f"--order: not JSON ({e})") from None
-    return m, make_order(spec, m, batch_size, seq_len)
+    m = _manifest(corpus, verify)
+    return m, make_order(_spec(order, data_seed), m, batch_size, seq_len)
 
-# %% ../nbs/44_cli.ipynb #42983125
+def _spec(order, data_seed):
+    "An order's spec from the --order option."
+    try: return json.loads(order) if order.startswith("{") else dict(kind=order, data_seed=data_seed)
+    except (ValueError, RecursionError) as e: raise UserError(f"--order: not JSON ({e})") from None
+
+def _trained_on(run, cfg, m):
+    "What a run folder says about the data it read: as `train` wrote it, else as its newest checkpoint has it, else the hash alone."
+    saved = dict(manifest_hash=cfg.get("manifest_hash", m.hash))
+    for f in (run / "order.json", *sorted(run.glob("checkpoints/step_*/state.json"), reverse=True)):
+        try: d = json.loads(f.read_text()); d = d.get("order", d) if f.name == "state.json" else d
+        except (OSError, ValueError, AttributeError): continue
+        if isinstance(d, dict) and d.get("manifest_hash") == saved["manifest_hash"]: return d
+    return saved
+
+# %% ../nbs/44_cli.ipynb #627c9243
 @app.command()
 def peek(corpus: CORPUS = None, step: Annotated[int, typer.Option(help="step to decode")] = 0, order: ORDER = "interleaved", data_seed: int = 0,
          batch_size: int = 12, seq_len: int = 256, run: RUN = None,
@@ -143,43 +184,88 @@ def peek(corpus: CORPUS = None, step: Annotated[int, typer.Option(help="step to 
     from shohin.peek import peek as look
     try: r, w = (int(x) for x in rank.split("/"))
     except ValueError: raise UserError(f"--rank {rank}: write r/W, as in 0/8") from None
-    m, o = _order(corpus, order, data_seed, batch_size, seq_len, run)
+    m, o = _order(corpus, order, data_seed, batch_size, seq_len, run, verify="none")      # a shard is checked when it is read
     result = look(m, o, step, r, w, around, tokenizer)
-    if html: html.write_text(result.to_html(), encoding="utf8")
+    if html: _write(html, result.to_html())
     if as_json: print(result.to_json())
     else: _console().print(result.render(chars))
 
-# %% ../nbs/44_cli.ipynb #1e76f15f
+# %% ../nbs/44_cli.ipynb #b8eb0e54
+def _pairs(option, values, kind=str):
+    "{name: value} from NAME=VALUE options."
+    out = {}
+    for v in values or []:
+        name, eq, value = v.rpartition("=")
+        try: number = kind(value)
+        except ValueError: number = None
+        if not eq or not name or number is None: raise UserError(f"{option} {v}: write {'PATTERN=DOMAIN' if kind is str else 'DOMAIN=NUMBER'}")
+        if name in out: raise UserError(f"{option}: {name} is given twice")
+        out[name] = number
+    return out
+
+def _domain_of(patterns, m):
+    "A shard's domain from its name: the first pattern that fits it or its last part, else what the manifest says."
+    from fnmatch import fnmatchcase
+    known = {k: s.domain for s in (m.shards if m else ()) for k in (s.path, str(m.root / s.path))}
+    def of(name): return next((d for p, d in patterns.items() if fnmatchcase(name, p) or fnmatchcase(name.rpartition("/")[2], p)), known.get(name))
+    return of if patterns or m else None
+
+def _index(values):
+    "A path, or {domain: path}, from [DOMAIN=]PATH options."
+    if len(values) == 1 and ("=" not in values[0] or Path(values[0]).exists()): return values[0]
+    if odd := [v for v in values if not v.partition("=")[0] or "=" not in v]: raise UserError(f"--index {odd[0]}: of several, each needs its domain: DOMAIN=PATH")
+    d = {v.partition("=")[0]: v.partition("=")[2] for v in values}
+    if len(d) < len(values): raise UserError("--index: a domain is given twice")
+    return d
+
+# %% ../nbs/44_cli.ipynb #16c943cd
 @app.command()
-def audit(corpus: CORPUS = None, steps: Annotated[int | None, typer.Option(help="steps to audit (default: one pass over the data, at most 100,000)")] = None, start: int = 0, order: ORDER = "contiguous", data_seed: int = 0,
-          batch_size: int = 12, seq_len: int = 256, run: RUN = None,
+def audit(corpus: CORPUS = None, steps: Annotated[int | None, typer.Option(help="steps to audit (default: one pass over the data, at most 100,000)")] = None,
+          start: Annotated[int, typer.Option(help="first step")] = 0, order: ORDER = "contiguous", data_seed: int = 0,
+          batch_size: Annotated[int, typer.Option(help="rows of a global batch")] = 12, seq_len: int = 256, run: RUN = None,
           log: Annotated[Path | None, typer.Option(help="another loader's order: a CSV or Parquet file of step, shard, offset, length[, domain]")] = None,
           index: Annotated[list[str] | None, typer.Option(help="[DOMAIN=]index.json of MosaicML Streaming or litdata; may be repeated")] = None,
-          megatron: Annotated[Path | None, typer.Option(help="folder of Megatron's cached indices")] = None,
+          megatron: Annotated[Path | None, typer.Option(help="Megatron's cached indices: their folder, or one -dataset_index.npy or -shuffle_index.npy")] = None,
           llmc: Annotated[bool, typer.Option("--llmc", help="the shards of the manifest as llm.c reads them")] = False,
           shuffle: Annotated[bool, typer.Option("--shuffle", help="with --llmc: its shuffle")] = False,
+          rule: Annotated[str | None, typer.Option(help="how a loader shuffles the rows of --index or of the manifest: none, shards, within, window, blocks, buffer, rows")] = None,
+          window: Annotated[int, typer.Option(help="rows that --rule window, blocks or buffer spans")] = 0,
+          block_size: Annotated[int | None, typer.Option(help="tokens of a row, for a litdata --index that counts tokens")] = None,
+          domain: Annotated[list[str] | None, typer.Option(help="PATTERN=DOMAIN: which shards of --log or --index belong to a domain, as in 'web_*=web'; may be repeated")] = None,
+          documents: Annotated[list[str] | None, typer.Option(help="DOMAIN=NUMBER: documents of a domain, in the order merged, for Megatron's -shuffle_index.npy; may be repeated")] = None,
+          weight: Annotated[list[str] | None, typer.Option(help="DOMAIN=NUMBER: the mix that was meant, where the order does not state it; may be repeated")] = None,
           svg: Annotated[Path | None, typer.Option(help="write the picture of the domain mix by step")] = None, as_json: JSON = False):
     "Is this data order safe? Longest stretch of one domain, shifts, drift, repeats; exit status 1 when it is dangerous."
     from shohin import audit as A
-    if log: reads = A.read_log(log)
-    elif index:
-        pairs = [i.rpartition("=") for i in index]
-        reads = A.read_index({d: f for d, _, f in pairs} if pairs[0][1] else pairs[0][2], batch_size, steps=steps)
-    elif megatron: reads = A.read_megatron(megatron, batch_size)
-    elif llmc: reads = A.read_llmc(_need(corpus), batch_size, seq_len, shuffle, data_seed, steps)
+    if sum(map(bool, (log, index, megatron, llmc, run))) > 1: raise UserError("give one of --log, --index, --megatron, --llmc and --run")
+    weights, patterns, rows = _pairs("--weight", weight, float) or None, _pairs("--domain", domain), steps and start + steps
+    for name, given, fits in (("--rule", rule, index or not (log or megatron or llmc or run)), ("--window", window, rule or index), ("--block-size", block_size, index), ("--shuffle", shuffle, llmc),
+                              ("--domain", domain, log or index), ("--documents", documents, megatron)):
+        if given and not fits: raise UserError(f"{name} says nothing about this order: see shohin audit --help")
+    if log: reads = A.read_log(log, _domain_of(patterns, corpus and _manifest(corpus)))
+    elif index: reads = A.read_index(_index(index), batch_size, rule, window, data_seed, rows, _domain_of(patterns, None), block_size)
+    elif megatron: reads = A.read_megatron(megatron, batch_size, _pairs("--documents", documents, int))
+    elif llmc: reads = A.read_llmc(_need(corpus), batch_size, seq_len, shuffle, data_seed, rows)
+    elif rule: reads = _ruled(A, _need(corpus), batch_size, seq_len, rule, window, data_seed, rows)
     else:
         m, reads = _order(corpus, order, data_seed, batch_size, seq_len, run)
         if steps is None: steps = max(1, min(100_000, sum(s.tokens // (reads.seq_len + 1) for s in m.shards) // reads.batch_size))
-    result = A.audit(reads, steps, start)
-    if svg: svg.write_text(result.svg(), encoding="utf8")
+    result = A.audit(reads, steps, start, weights)
+    if svg: _write(svg, result.svg())
     _out(result, as_json)
     raise typer.Exit(result.exit_status)
+
+def _ruled(A, m, batch_size, seq_len, rule, window, seed, steps):
+    "The shards of a manifest as a loader with that shuffle reads them, rows of seq_len + 1 tokens."
+    if seq_len < 1: raise UserError(f"seq_len must be at least 1, not {seq_len}")
+    return A.read_rule([s.path for s in m.shards], [s.tokens // (seq_len + 1) for s in m.shards], batch_size, rule, window, seed, steps, {s.path: s.domain for s in m.shards},
+                       f"{m.root}, {rule}", row_tokens=seq_len + 1)
 
 def _need(corpus):
     if corpus is None: raise UserError("give a manifest")
     return _manifest(corpus)
 
-# %% ../nbs/44_cli.ipynb #7826099a
+# %% ../nbs/44_cli.ipynb #2a373341
 MAP = Annotated[list[str] | None, typer.Option("--map", help="COLUMN=NAME for a log with unusual names, as in --map loss=train/ce")]
 
 def _mapping(pairs):
@@ -193,7 +279,7 @@ def _mapping(pairs):
 
 def _show(result, as_json, html):
     "A result whose rendering is a string with its own colours."
-    if html: html.write_text(result.to_html(), encoding="utf8")
+    if html: _write(html, result.to_html())
     if as_json: print(json.dumps(_finite(result.to_dict()), allow_nan=False)); return
     out = sys.stdout
     width = os.get_terminal_size().columns if out.isatty() else int(os.environ.get("COLUMNS", 100))
@@ -207,14 +293,14 @@ def _follow(D, log, html, as_json, mapping, **options) -> int:
     try:
         for d, new in D.watch(log, mapping=mapping, **options):
             step, was, last = int(d.log.step[-1]), last, d
-            if html and (new or not was): html.write_text(d.to_html(), encoding="utf8")
+            if html and (new or not was): _write(html, d.to_html())
             if as_json: print(json.dumps(_finite(dict(step=step, rows=len(d.log), healthy=not d.severe, verdict=d.verdict, new=[e.to_dict() for e in new])), allow_nan=False), flush=True); continue
             if was is None or len(d.log) < len(was.log): print("the log was cut short or replaced: read anew\n" * bool(was) + f"step {step:,}: {d.verdict}", flush=True); continue
             for e in new: print(f"step {step:,}: {D._say_event(d.log, e)}", flush=True)
             if was.severe and not d.severe: print(f"step {step:,}: taken back, the rows since then say otherwise. {d.verdict}", flush=True)
     except KeyboardInterrupt: pass
     if last is None: return 0
-    if html: html.write_text(last.to_html(), encoding="utf8")
+    if html: _write(html, last.to_html())
     if not as_json: print(); _show(last, False, None)
     return last.exit_status
 
@@ -248,7 +334,7 @@ def diff(a: Annotated[Path, typer.Argument(help="a log or run folder")], b: Anno
     _show(d, as_json, None)
     raise typer.Exit(int(d.part is not None))
 
-# %% ../nbs/44_cli.ipynb #b499b0bc
+# %% ../nbs/44_cli.ipynb #44719dbc
 @app.command()
 def train(corpus: CORPUS = None, config: Annotated[Path | None, typer.Option(help="a run's config as JSON; the other options change it")] = None,
           runs: Annotated[Path, typer.Option(help="folder of run folders")] = Path("data/runs"), name: str = "run",
@@ -264,10 +350,10 @@ def train(corpus: CORPUS = None, config: Annotated[Path | None, typer.Option(hel
     "Train one run; interrupted, the same command goes on to the bit. Prints the folder of the run."
     from shohin.train import Trainer, load_config, log_line, checkpoints
     d = dict(name=name, corpus=str(corpus), model=dict(n_layer=3, d_model=128, n_head=4, n_kv_head=2, head_dim=32, d_ff=384), steps=steps or 1000, batch_size=batch_size,
-             seq_len=seq_len, model_seed=model_seed, order=json.loads(order) if order.startswith("{") else dict(kind=order, data_seed=data_seed))
+             seq_len=seq_len, model_seed=model_seed, order=_spec(order, data_seed))
     if config:
         try: d |= {k: v for k, v in json.loads(config.read_text()).items() if k not in ("key", "manifest_hash")}
-        except (OSError, ValueError) as e: raise UserError(f"cannot read config {config}: {e}") from None
+        except (OSError, ValueError, AttributeError) as e: raise UserError(f"cannot read config {config}: {e}") from None
         if corpus: d["corpus"] = str(corpus)
     elif corpus is None: raise UserError("give a manifest, or --config with a run's config")
     if Path(d["corpus"]).name == "manifest.json": d["corpus"] = str(Path(d["corpus"]).parent)
@@ -283,10 +369,25 @@ def train(corpus: CORPUS = None, config: Annotated[Path | None, typer.Option(hel
         d["parent"] = dict(run=Path(run).name, step=int(at), hash=json.loads((have[int(at)] / "state.json").read_text())["hash"])
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if as_json else (lambda line: print(line, flush=True))
     t = Trainer(load_config(d), runs, say)
+    _same_data(t, runs)
     result = t.run(lambda row: say(log_line(row)) if row["step"] % every == 0 else None)
     if as_json: print(json.dumps(_finite(dict(result, folder=str(t.folder)))))
     else: say(f"{t.folder}: {result['steps']} steps, {result['skips']} skipped" + (f", stopped: {result['stopped']}" if result["stopped"] else ""))
     if result["stopped"]: raise typer.Exit(1)
+
+def _same_data(t, runs):
+    """Writes down what the run of trainer `t` reads, shard by shard. UserError when the same run lies there unfinished and its corpus
+    is not what it was: its key is another one then, and training would begin at step 0 without a word."""
+    from shohin.train import load_config, write_json
+    def settings(c): return json.dumps([c.name, str(Path(c.corpus).resolve()), c.order, c.canonical()])
+    for f in sorted(runs.glob("*/config.json")):
+        try: d = json.loads(f.read_text()); c = load_config({k: v for k, v in d.items() if k not in ("key", "manifest_hash")})
+        except (OSError, ValueError, AttributeError, UserError): continue
+        if f.with_name("result.json").exists() or settings(c) != settings(t.cfg): continue
+        if other := t.order.changed(_trained_on(f.parent, d, t.manifest)):
+            raise UserError(f"{f.parent} is this run, unfinished, and its corpus {c.corpus} has changed since: {other}; restore it to go on, or give another --name to begin again")
+    t.folder.mkdir(parents=True, exist_ok=True)
+    if not (t.folder / "order.json").exists(): write_json(t.folder / "order.json", t.order.state(0))
 
 # %% ../nbs/44_cli.ipynb #481656db
 @app.command()

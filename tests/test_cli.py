@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shohin.corpus import build_corpus, stdlib_sources
@@ -100,6 +101,87 @@ def test_a_changed_shard_is_refused(corpus, tmp_path):
     shard.unlink()
     one_line(call("peek", copy, *SIZES, "--order", json.dumps(dict(kind="contiguous", plan=[first]))), shard.name)
     assert call("scan", copy, "--verify").returncode in (1, 2)
+
+
+def test_a_resume_on_other_data_names_the_shard(corpus, tmp_path):
+    "Same command, but a shard was written anew and the manifest with it: not a silent start at step 0."
+    import shutil
+
+    from shohin.shards import Manifest, open_shard, write_shard
+    copy, runs = tmp_path / "copy", tmp_path / "runs"
+    shutil.copytree(corpus, copy)
+    args = ("train", copy, *SIZES, "--runs", runs, "--steps", 3, "--warmup", 2, "--keep", 2, "--json")
+    r = call(*args)
+    assert r.returncode == 0, r.stderr
+    folder = Path(json.loads(r.stdout)["folder"])
+    (folder / "result.json").unlink()                           # as an interrupted run leaves it
+    assert call("peek", "--run", folder, "--step", 2, "--json").returncode == 0
+    m = Manifest.load(copy)
+    entry = m.shards[3]
+    entry = write_shard(copy / entry.path, open_shard(copy / entry.path).read(0, entry.tokens)[::-1].copy())
+    Manifest(copy, (*m.shards[:3], entry, *m.shards[4:]), m.tokenizer, m.vocab_size, m.eos, m.meta).save()
+    one_line(call(*args), "unfinished", entry.path, "is not what it was")
+    one_line(call("train", "--config", folder / "config.json", "--runs", runs), entry.path)
+    one_line(call("peek", "--run", folder), entry.path)
+    one_line(call("audit", "--run", folder), entry.path)
+    (folder / "order.json").unlink()
+    one_line(call("peek", "--run", folder), entry.path)         # from the checkpoint
+    assert len(list(runs.iterdir())) == 1
+    assert call(*args, "--name", "again").returncode == 0
+
+
+def test_audit_options_reach_every_adapter(corpus, tmp_path):
+    audit = lambda *a: json.loads(call("audit", *a, "--json").stdout)
+    log = tmp_path / "log.csv"
+    log.write_text("step,shard,offset,length\n" + "".join(f"{t},/data/{'web' if (t + i) % 2 else 'code'}_{t % 3}.bin,{1000 * t + i},9\n" for t in range(60) for i in range(4)))
+    assert any("no domains are known" in n for n in audit("--log", log)["notes"])
+    d = audit("--log", log, "--domain", "web_*=web", "--domain", "*code*=code")
+    assert d["verdict"] == "safe" and set(d["stats"]["domains"]) == {"web", "code"}
+    d = audit("--log", log, "--domain", "web_*=web", "--domain", "*code*=code", *(x for w in ("web=4", "code=4", "math=2") for x in ("--weight", w)))
+    assert d["verdict"] == "warning" and "'math' is never read" in [c["finding"] for c in d["checks"]]
+    one_line(call("audit", "--log", log, "--domain", "web_*=web"), "no domain is given for shard")
+    one_line(call("audit", "--log", log, "--weight", "web"), "DOMAIN=NUMBER")
+    one_line(call("audit", "--log", log, "--window", 5), "--window says nothing")
+    one_line(call("audit", corpus, "--llmc", "--log", log), "one of")
+    for d in ("code", "web"):
+        (tmp_path / d).mkdir()
+        (tmp_path / d / "index.json").write_text(json.dumps({"chunks": [{"chunk_size": 1, "dim": 512 * 300, "filename": f"{i}.bin"} for i in range(4)]}))
+    lit = [x for d in ("code", "web") for x in ("--index", f"{d}={tmp_path / d}")]
+    one_line(call("audit", *lit), "block_size")
+    one_line(call("audit", "--index", tmp_path / "code", "--index", tmp_path / "web"), "DOMAIN=PATH")
+    assert audit(*lit, "--block-size", 512)["verdict"] == "dangerous"
+    d = audit(*lit, "--block-size", 512, "--rule", "rows", "--start", 50, "--steps", 100)
+    assert d["verdict"] == "safe" and (d["stats"]["first_step"], d["stats"]["steps"]) == (50, 100)
+    one_line(call("audit", *lit, "--block-size", 512, "--rule", "window"), "needs window")
+    one_line(call("audit", *lit, "--block-size", 512, "--rule", "window", "--window", 10**18), "too large")
+    one_line(call("audit", *lit, "--block-size", 512, "--rule", "wyndow"), "choose none, shards, within")
+    assert audit(corpus, *SIZES, "--rule", "shards")["verdict"] == "dangerous" and audit(corpus, *SIZES, "--rule", "rows")["verdict"] == "safe"
+    assert audit(corpus, *SIZES, "--llmc", "--shuffle")["verdict"] == "dangerous"
+    one_line(call("audit", "--megatron", tmp_path, "--documents", "code=x"), "DOMAIN=NUMBER")
+
+
+def test_scan_writes_a_manifest_for_shards_that_have_none(tmp_path):
+    "Foreign shards, in one command: what the other commands need."
+    from shohin.shards import write_shard
+    for i, d in enumerate(("math", "web")): write_shard(tmp_path / d / "0.bin", np.random.default_rng(i).zipf(1.5, 30_000) % 500)
+    one_line(call("scan", tmp_path, "--write-manifest"), "--vocab-size")
+    one_line(call("scan", tmp_path / "math/0.bin", "--write-manifest", "--vocab-size", 500), "one folder")
+    one_line(call("scan", tmp_path, "--write-manifest", "--vocab-size", 500, "--tokenizer", "../t.json"), "t.json")
+    r = call("scan", tmp_path, "--write-manifest", "--vocab-size", 300, "--json")
+    assert r.returncode == 1 and "manifest" not in json.loads(r.stdout) and not (tmp_path / "manifest.json").exists()
+    r = call("scan", tmp_path, "--write-manifest", "--vocab-size", 500, "--json")
+    assert r.returncode == 0 and json.loads(r.stdout)["manifest"] == str(tmp_path / "manifest.json")
+    assert call("audit", tmp_path, *SIZES, "--order", "interleaved", "--steps", 100).returncode == 0
+    one_line(call("scan", tmp_path, "--write-manifest", "--vocab-size", 500), "move it away")
+
+
+def test_pages_are_written_whole(corpus, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("the one before")
+    assert call("peek", corpus, *SIZES, "--html", page).returncode == 0 and page.read_text().rstrip().endswith("</html>") and len(list(tmp_path.iterdir())) == 1
+    one_line(call("peek", corpus, *SIZES, "--html", tmp_path), tmp_path.name)
+    r = call("audit", corpus, *SIZES, "--svg", "/dev/stdout")
+    assert r.stdout.startswith("<svg") and Path("/dev/stdout").exists()
 
 
 def test_hostile_text_never_reaches_the_terminal_raw(tmp_path):
