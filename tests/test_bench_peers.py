@@ -18,6 +18,7 @@ def bench():
     import peer_shohin
     import run
     yield corpus, measure, peer_shohin, run
+    for name in ('corpus', 'measure', 'peer_shohin', 'run', 'page'): sys.modules.pop(name, None)
     sys.path.remove(str(HERE))
 
 
@@ -63,7 +64,7 @@ def test_a_bad_loader_is_found_out(bench, small):
     assert not measure.elastic(peer, *small, 0)['elastic']
     peer.Stream = type('Narrow', (Forgetful,), {'block': 25})
     audit = run.order_of(measure.speed(peer, *small, 0)['labels'], 'narrow')
-    assert audit['verdict'] == 'dangerous' and 'web is never read' in audit['findings']
+    assert audit['verdict'] == 'dangerous' and "'web', 'papers' are never read" in audit['findings']
 
 
 def test_the_corpus_is_the_same_for_all(bench, small):
@@ -85,7 +86,40 @@ def test_results_in_words(bench):
     rows = run.table(json.loads(json.dumps(peers)))
     assert rows[1][:6] == ['shohin', '200.0', 'failed', '10 ms', '1, 1, 1 ms', 'yes'] and rows[1][6] == 'n/a'
     assert rows[3] == ['litdata', 'skipped: pip cannot install it']
-    assert run.targets(peers) == ['2.00 x the fastest peer (grain); the goal is 0.7']
+    (_, text, met), (_, alone, only) = run.page.goals(peers)
+    assert text == '2.00 times grain' and met and alone.startswith('all four: grain, shohin') and not only
+
+
+def test_the_mix_of_many_domains(bench):
+    _, measure, ours, _ = bench
+    assert measure.mixing(ours, None, None, 0)['prefix_rows'] < 1.5
+    def drawn(weights, places):
+        w = np.array(list(weights.values())) / sum(weights.values())
+        domain = np.random.default_rng(0).choice(len(w), places.max() + 1, p=w)
+        before = np.zeros(len(domain), int)
+        for d in range(len(w)): before[domain == d] = np.arange((domain == d).sum())
+        return domain[places], before[places]
+    assert measure.mixing(type('peer', (), {'mix': staticmethod(drawn)}), None, None, 0)['prefix_rows'] > 100
+    with pytest.raises(NotImplementedError): measure.mixing(type('peer', (), {}), None, None, 0)
+
+
+def test_the_page_is_what_make_pages_reads(bench, tmp_path):
+    from shohin.report import build_site
+    run = bench[3]
+    speed, point = {'tokens_per_s': 2e8, 'first_batch_s': .01, 'pss_mb': 200.}, {'points': [{'resume_s': .001}] * 3, 'exact': True}
+    one = {'prepare': {'prepare_s': 1., 'bytes': 10**6}, 'speed_0': speed, 'speed_2': {'error': 'x'}, 'resume_0': point, 'resume_2': {'unsupported': 'x'}, 'elastic': {'elastic': True},
+           'mixing': {'prefix_rows': .9}, 'order_0': {'verdict': 'safe', 'prefix_rows': .6, 'run': {'rows': 1}, 'findings': []}}
+    result = {'corpus': dict(batch=64, length=1025, steps=280), 'machine': {'cores': 2, 'processor': 'x86_64'}, 'commit': 'a' * 40, 'dirty': True, 'versions': {'numpy': '2'}, 'wall_s': 9,
+              'requirements': {'grain': ['grain==0.2.18']}, 'peers': {'shohin': one, 'shohin_bin': one, 'grain': one | {'mixing': {'prefix_rows': 99.9}, 'speed_0': speed | {'tokens_per_s': 3e8}}, 'megatron': one,
+              'litdata': {'skipped': 'pip cannot install it'}, 'mosaicml_stratified': one | {'elastic': {'unsupported': 'x'}, 'mixing': {'unsupported': 'x'}}}}
+    run.page.write(result, tmp_path / 'benchmarks/peers.json')
+    doc = json.loads((tmp_path / 'benchmarks/peers.json').read_text())
+    assert doc['answers'][0] == 'Not met: at least 0.7 times the tokens a second of the fastest peer. Measured: 0.67 times grain.' and doc['dirty']
+    assert doc['answers'][2].startswith('Met: the only one') and 'grain lacks only a bounded mix of 100 domains; megatron-core lacks only a step in constant time without an index' in doc['answers'][2]
+    assert 'litdata was skipped: pip cannot install it' in doc['notes'] and 'shohin, zstd shards, speed with 2 workers: x' in doc['notes']
+    build_site([], tmp_path, tmp_path)
+    text = (tmp_path / 'bench-peers.html').read_text()
+    assert 'mosaicml-streaming, stratified' in text and 'lacks only a bounded mix' in text
 
 
 def test_what_cannot_be_installed_is_said(bench, tmp_path):

@@ -10,6 +10,8 @@ import numpy as np
 
 STRIDE = 15_000
 DOMAINS = {'code': .4, 'math': .3, 'web': .2, 'papers': .1}
+MANY = {f'd{i}': 1 / (i + 3)**1.2 for i in range(100)}  # weights of 100 domains, the least a sixtieth of the largest
+PLACES = np.concatenate([np.arange(10_000), 10**6 + np.arange(10_000)])  # rows at which a mix is looked at
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """One measurement of one loader, in its own process and environment: prints one line of JSON.
 
-    python measure.py PEER prepare|speed|resume|elastic CORPUS FOLDER [--workers N]"""
+    python measure.py PEER prepare|speed|resume|elastic|mixing CORPUS FOLDER [--workers N]"""
 import argparse
 import copy
 import gc
@@ -96,9 +96,18 @@ def elastic(peer, corpus, folder, workers):
     return {'same': same, 'of': CHECKED, 'elastic': same == CHECKED}
 
 
+def mixing(peer, corpus, folder, workers):
+    "100 domains with unequal weights: the largest excess of a domain over its share, in rows. Nothing is read."
+    if not hasattr(peer, 'mix'): raise NotImplementedError('domains are drawn at random: see the order that was read')
+    w = np.array(list(corpora.MANY.values())) / sum(corpora.MANY.values())
+    domain, before = (np.asarray(x, np.int64) for x in peer.mix(corpora.MANY, corpora.PLACES))  # of each place, and how many rows of it came before
+    off = np.maximum(abs(before - corpora.PLACES * w[domain]), abs(before + 1 - (corpora.PLACES + 1) * w[domain]))
+    return {'domains': len(w), 'prefix_rows': float(off.max()), 'at_row': int(corpora.PLACES[off.argmax()]), 'first_rows': float(off[:10_000].max())}
+
+
 def main():
     p = argparse.ArgumentParser()
-    p.add_argument('peer'); p.add_argument('what', choices=['prepare', 'speed', 'resume', 'elastic'])
+    p.add_argument('peer'); p.add_argument('what', choices=['prepare', 'speed', 'resume', 'elastic', 'mixing'])
     p.add_argument('corpus'); p.add_argument('folder', type=Path); p.add_argument('--workers', type=int, default=0)
     a = p.parse_args()
     a.folder.mkdir(parents=True, exist_ok=True)

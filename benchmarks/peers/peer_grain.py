@@ -16,6 +16,12 @@ class Rows:
 def prepare(corpus, folder): pass  # reads the flat files as they are
 
 
+def mix(weights, places):
+    parts = [grain.MapDataset.range(10**8).map(lambda i, k=k: (k, i)) for k in range(len(weights))]
+    ds = grain.MapDataset.mix(parts, list(weights.values()))
+    return zip(*(ds[int(i)] for i in places), strict=True)
+
+
 class Stream:
     def __init__(self, corpus, folder, workers=0, rank=0, world=1):
         sources = [grain.MapDataset.source(Rows(corpus, d)).shuffle(seed=corpus.seed + k) for k, d in enumerate(DOMAINS)]

@@ -18,6 +18,13 @@ def prepare(corpus, folder: Path):
         out.finalize(f'{folder}/{domain}.idx')
 
 
+def mix(weights, places):
+    size, w = int(places.max()) + 1, np.array(list(weights.values()))
+    which, index = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    helpers_cpp.build_blending_indices(which, index, w / w.sum(), len(w), size, False)
+    return which[places], index[places]
+
+
 class Stream:
     def __init__(self, corpus, folder, workers=0, rank=0, world=1):
         if workers: raise NotImplementedError('measured in one process')

@@ -5,7 +5,7 @@ from corpus import DOMAINS
 from torch.utils.data import DataLoader
 
 from shohin.loader import Loader
-from shohin.order import InterleavedOrder
+from shohin.order import InterleavedOrder, Mix, integer_weights
 from shohin.shards import Manifest, build_manifest, write_shard
 
 SUFFIX = '.u16.zst'
@@ -17,6 +17,9 @@ def prepare(corpus, folder: Path):
         tokens, per = corpus.read(domain), corpus.tokens // SHARDS // corpus.length * corpus.length
         for i in range(SHARDS): write_shard(folder / domain / f'{i:05d}{SUFFIX}', tokens[i * per:(i + 1) * per])
     build_manifest(folder, 'bytes', 1 << 16, None, list(DOMAINS)).save()
+
+
+def mix(weights, places): return Mix(integer_weights(weights, tuple(weights))).locate(places)
 
 
 class Stream:

@@ -2,4 +2,4 @@
 import peer_shohin
 
 peer_shohin.SUFFIX = '.bin'
-prepare, Stream = peer_shohin.prepare, peer_shohin.Stream
+prepare, Stream, mix = peer_shohin.prepare, peer_shohin.Stream, peer_shohin.mix

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import corpus as corpora
-import numpy as np
+import page
 
 from shohin.audit import audit_batches
 
@@ -33,7 +33,6 @@ PEERS = {  # name: what its environment needs beyond the running one; with nothi
     'mosaicml': ['mosaicml-streaming==0.13.0'], 'mosaicml_stratified': ['mosaicml-streaming==0.13.0'],
     'datasets': ['datasets==5.2.0', 'torchdata==0.11.0'],
 }
-OURS, STREAMING = ('shohin', 'shohin_bin'), ('litdata', 'mosaicml', 'mosaicml_stratified', 'datasets')
 
 
 def environment(folder: Path, needs: list[str]) -> Path:
@@ -76,13 +75,11 @@ def speeds(runs: list[dict]) -> dict:
 def order_of(labels: list, peer: str) -> dict:
     "The audit of the rows' domains as they came, (steps, rows) domain numbers."
     names = list(corpora.DOMAINS)
-    unread = [d for i, d in enumerate(names) if not (np.asarray(labels) == i).any()]
-    weights = {d: w for d, w in corpora.DOMAINS.items() if d not in unread}
-    result = audit_batches(labels, domain=lambda rows: [names[d] for d in rows], weights=weights, source=peer)
+    result = audit_batches(labels, domain=lambda rows: [names[d] for d in rows], weights=corpora.DOMAINS, source=peer)
     s = result.stats
-    return {'verdict': 'dangerous' if unread else result.verdict, 'dispersion': s['dispersion']['value'], 'prefix_rows': s['prefix']['rows'],
+    return {'verdict': result.verdict, 'dispersion': s['dispersion']['value'], 'prefix_rows': s['prefix']['rows'],
             'run': s['run'], 'mono': s['mono'],
-            'findings': [f'{d} is never read' for d in unread] + [c.finding for c in result.checks if c.level != 'safe']}
+            'findings': [c.finding for c in result.checks if c.level != 'safe']}
 
 
 def run(folder: Path, peers: list[str], repeats: int, timeout: int) -> dict:
@@ -103,7 +100,7 @@ def run(folder: Path, peers: list[str], repeats: int, timeout: int) -> dict:
     for p, python in pythons.items():
         say(f'{p}: resume')
         for w in (0, 2): out[p][f'resume_{w}'] = measure(python, folder, p, 'resume', w, timeout)
-        out[p]['elastic'] = measure(python, folder, p, 'elastic', 0, timeout)
+        for what in ('elastic', 'mixing'): out[p][what] = measure(python, folder, p, what, 0, timeout)
     return out
 
 
@@ -127,17 +124,10 @@ def table(peers: dict) -> list[list[str]]:
     return rows
 
 
-def targets(peers: dict) -> list[str]:
-    "How far from the goals: 0.7 of the fastest peer, 10 times the streaming ones."
-    speed = {p: r['speed_0']['tokens_per_s'] for p, r in peers.items() if 'tokens_per_s' in r.get('speed_0', {})}
-    ours = [speed[p] for p in OURS if p in speed]
-    others = {p: v for p, v in speed.items() if p not in OURS}
-    if not ours or not others: return []
-    best, fastest = max(ours), max(others, key=others.get)
-    out = [f'{best / others[fastest]:.2f} x the fastest peer ({fastest}); the goal is 0.7']
-    if streaming := {p: v for p, v in others.items() if p in STREAMING}:
-        out.append(f'{best / max(streaming.values()):.1f} x the fastest streaming loader ({max(streaming, key=streaming.get)}); the goal is 10')
-    return out
+def commit() -> dict:
+    "The commit that is measured, and whether the tree differs from it."
+    git = lambda *a: subprocess.run(['git', *a], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    return {'commit': git('rev-parse', 'HEAD') or 'unknown', 'dirty': bool(git('status', '--porcelain', '--untracked-files=no'))}
 
 
 def main():
@@ -147,13 +137,14 @@ def main():
         p.add_argument(f'--{name}', type=int, default=default)
     p.add_argument('--folder', type=Path, default=Path('data/bench/peers'), help='corpus, formats and environments')
     p.add_argument('--out', type=Path, help='write the results here as JSON (default: FOLDER/result.json)')
+    p.add_argument('--page', type=Path, help='write what `make pages` needs here: reports/benchmarks/peers.json')
     a = p.parse_args()
     peers = a.peers.split(',')
     if unknown := [x for x in peers if x not in PEERS]: p.error(f'no such peer: {unknown[0]} (there are {", ".join(PEERS)})')
     folder = a.folder.resolve()
-    start = time.time()
+    start, measured = time.time(), commit()
     corpus = corpora.make(folder / 'corpus', a.tokens, a.batch, a.length, a.steps)
-    result = {'benchmark': 'loaders', 'corpus': {k: v for k, v in vars(corpus).items() if k != 'root'}, 'requirements': {k: PEERS[k] for k in peers},
+    result = {'benchmark': 'loaders', **measured, 'corpus': {k: v for k, v in vars(corpus).items() if k != 'root'}, 'requirements': {k: PEERS[k] for k in peers},
               'versions': {k: version(k) for k in ('torch', 'numpy')} | {'python': platform.python_version()},
               'machine': {'cores': os.cpu_count(), 'processor': platform.processor() or platform.machine(), 'load_before': os.getloadavg()[0]},
               'peers': run(folder, peers, a.repeats, a.timeout), 'wall_s': 0}
@@ -168,7 +159,8 @@ def main():
     for r in rows[1:]: t.add_row(*r)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(t)
-    for line in targets(result['peers']): console.print(line)
+    for goal, found, met in page.goals(result['peers']): console.print(f'{"met" if met else "not met"}: {goal}: {found}', markup=False)
+    if a.page: page.write(result, a.page)
 
 
 if __name__ == '__main__': main()
