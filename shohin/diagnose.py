@@ -119,7 +119,7 @@ class Rules:
     grad_z: float = 9.0             # gradient norms, on a log scale
     grad_ratio: float = 4.0
 
-# %% ../nbs/31_diagnose.ipynb #8f7d0dcd
+# %% ../nbs/31_diagnose.ipynb #5e0d2338
 BLOCK, EXACT = 16, 512
 REACH = 2.33                        # a standard normal goes this far one time in a hundred
 
@@ -148,7 +148,7 @@ def band(y: np.ndarray, hole: np.ndarray | None = None) -> tuple[np.ndarray, np.
         if i >= 128:
             blocks = y[i - 128:i].reshape(8, BLOCK)
             s = max(0.5 * s, float(np.partition(blocks.max(1) - np.median(blocks, axis=1), -4)[-4]) / 1.85)
-        sigma[i] = max(s, (0.003 if len(w) >= 12 else 0.02) * abs(base[i]))
+        sigma[i] = max(s, (0.003 if len(w) >= 12 else 0.02 if len(d) else 0.05) * abs(base[i]))      # no two neighbours: nothing is known of the noise
     if n <= EXACT: return base, sigma
     blocks = y[:n // BLOCK * BLOCK].reshape(-1, BLOCK)
     middle, first = np.median(blocks, axis=1), EXACT // BLOCK              # windows: of the blocks before block j
@@ -161,7 +161,7 @@ def band(y: np.ndarray, hole: np.ndarray | None = None) -> tuple[np.ndarray, np.
     base[EXACT:], sigma[EXACT:] = level[reps], spread[reps]
     return base, sigma
 
-# %% ../nbs/31_diagnose.ipynb #e840d7ec
+# %% ../nbs/31_diagnose.ipynb #e56e53cb
 @dataclass
 class Excursion:
     "Rows onset..end (end None: it never came back) of finite losses; `before`, `peak`, `after` are levels, `rows` how many stood above."
@@ -197,7 +197,8 @@ def excursions(y: np.ndarray, gap_before: np.ndarray, rules: Rules, most: int = 
         if len(holes): near = y[lo + holes[-1]:t] if t - lo - holes[-1] >= 2 else near[-4:]   # a chronicle: the last rows it has
         before = float(np.median(near)) if len(near) >= 2 else float(base[t])
         onset = t
-        while onset > lo + 2 and y[onset - 1] > before + 3 * s: onset -= 1
+        climb = 3 * s if t - lo >= 16 else max(3 * s, 0.25 * (y[t] - before))         # a handful of rows says little about noise
+        while onset > lo + 2 and y[onset - 1] > before + climb: onset -= 1
         if onset < t and onset - lo >= 2: before = float(np.median(y[max(lo, onset - 32):onset]))
         ahead = y[onset:onset + 2000]
         height = np.maximum.accumulate(ahead) - before
