@@ -304,6 +304,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'shohin.diagnose.judge': ('diagnose.html#judge', 'shohin/diagnose.py'),
                                  'shohin.diagnose.jump_step': ('diagnose.html#jump_step', 'shohin/diagnose.py'),
                                  'shohin.diagnose.jumps': ('diagnose.html#jumps', 'shohin/diagnose.py'),
+                                 'shohin.diagnose.mix_shifts': ('diagnose.html#mix_shifts', 'shohin/diagnose.py'),
                                  'shohin.diagnose.pinned': ('diagnose.html#pinned', 'shohin/diagnose.py'),
                                  'shohin.diagnose.plateau': ('diagnose.html#plateau', 'shohin/diagnose.py'),
                                  'shohin.diagnose.plot_text': ('diagnose.html#plot_text', 'shohin/diagnose.py'),

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['DEFINITIONS', 'KINDS', 'LITERATURE', 'SEVERE', 'BLOCK', 'EXACT', 'REACH', 'GRAVITY', 'ASSETS', 'ema_before', 'jumps',
            'jump_step', 'pinned', 'cliff_step', 'Rules', 'band', 'Excursion', 'excursions', 'judge', 'shifts',
-           'slow_rise', 'plateau', 'Explanation', 'Event', 'few_rows', 'segment_events', 'grad_outliers', 'spike_score',
-           'scores', 'Lead', 'boundary_fit', 'explain', 'advise', 'Diagnosis', 'diagnose', 'watch', 'verdict', 'thin',
-           'plot_text', 'render', 'to_html', 'RuleReplay', 'ReplayTable', 'replay_log', 'render_replay', 'replay_html',
-           'Diff', 'diff']
+           'slow_rise', 'plateau', 'Explanation', 'Event', 'mix_shifts', 'few_rows', 'segment_events', 'grad_outliers',
+           'spike_score', 'scores', 'Lead', 'boundary_fit', 'explain', 'advise', 'Diagnosis', 'diagnose', 'watch',
+           'verdict', 'thin', 'plot_text', 'render', 'to_html', 'RuleReplay', 'ReplayTable', 'replay_log',
+           'render_replay', 'replay_html', 'Diff', 'diff']
 
 # %% ../nbs/31_diagnose.ipynb #a57097ab
 import html
@@ -77,7 +77,7 @@ def cliff_step(loss, decision=None, step=None, ratio: float = 1.5) -> int | None
         if pinned(loss, t) and pinned(loss, t, after=(1, 49)) is not False: return int(t if step is None else np.asarray(step)[t])
     return None
 
-# %% ../nbs/31_diagnose.ipynb #4eaff3be
+# %% ../nbs/31_diagnose.ipynb #47fb31d4
 DEFINITIONS = {
     'outlier': 'one row far above the band of the rows before it, and the next rows back inside',
     'recovered spike': 'more than one row above the band, and afterwards the level of before',
@@ -116,6 +116,8 @@ class Rules:
     diverge_z: float = 5.0          # and in sigmas of its bins
     frozen: int = 20                # skipped rows in a row that are a freeze
     flat: float = 0.003             # a plateau moves less than this share of its level
+    mix_z: float = 5.0              # a step where the batches change: in block medians' own jitter
+    mix_rise: float = 0.05          # and at least this share of the level
     grad_z: float = 9.0             # gradient norms, on a log scale
     grad_ratio: float = 4.0
 
@@ -520,6 +522,32 @@ def _domains_part(log: RunLog, row: int, width: int = 32) -> tuple[bool, str] | 
     part = most - least > 6 * math.hypot(n1, n2) and most - least > 0.02 * abs(np.nanmedian(log.loss[row:row + width])) and (least < 0.25 * most or most < 0.25 * least)
     return bool(part), f'{visible(up)} changed by {most:+.3f}, {visible(down)} by {least:+.3f}'
 
+# %% ../nbs/31_diagnose.ipynb #37a4e5d7
+def mix_shifts(log: RunLog, rows: np.ndarray, rules: Rules, width: int = 24) -> list[tuple[int, float, float, float]]:
+    """(index into `rows`, level before, level of the 16 rows after, z) where other domains are read from that row on (the total
+    variation of the batches is above one half) and the loss steps with it. `rows`: those of a run whose loss is finite."""
+    n = len(rows)
+    if not log.counts or n < 6 * BLOCK: return []
+    mix = np.stack([np.nan_to_num(log.counts[d][rows]) for d in log.counts])
+    mix = mix / np.maximum(mix.sum(0), 1e-12)
+    sums = np.concatenate([np.zeros((len(mix), 1)), np.cumsum(mix, axis=1)], axis=1)
+    at = np.arange(width, n - BLOCK + 1)
+    stop = np.minimum(at + width, n)
+    far = np.abs((sums[:, stop] - sums[:, at]) / (stop - at) - (sums[:, at] - sums[:, at - width]) / width).sum(0) / 2
+    y, out = log.loss[rows], []
+    while len(out) < 50 and far.size and (best := int(np.argmax(far))) >= 0 and far[best] > 0.5:
+        t = int(at[best])
+        far[max(0, best - width):best + width] = 0
+        before = y[max(0, t - 400):t]
+        if len(before) < 5 * BLOCK: continue
+        blocks = np.median(before[len(before) % BLOCK:].reshape(-1, BLOCK), axis=1)
+        level = float(np.median(blocks[-4:]))
+        jitter = max(1.4826 * float(np.median(np.abs(np.diff(blocks) - np.median(np.diff(blocks))))) / math.sqrt(2), rules.flat * abs(level), 1e-12)
+        now = float(np.median(y[t:t + BLOCK]))
+        z = (now - level) / (jitter * math.sqrt(1 + 1 / 4))
+        if abs(z) > rules.mix_z and abs(now - level) > rules.mix_rise * abs(level): out.append((t, level, now, z))
+    return sorted(out)
+
 # %% ../nbs/31_diagnose.ipynb #a3129bde
 def few_rows(y: np.ndarray, ratio: float = 1.5) -> tuple[int, int | None, str, float] | None:
     "(onset, row where it ended, kind, level before) when a short y (n,) rises to `ratio` x its lowest so far; else None."
@@ -539,7 +567,7 @@ def few_rows(y: np.ndarray, ratio: float = 1.5) -> tuple[int, int | None, str, f
     else: kind = 'level shift' if t - onset <= 2 else 'slow divergence'
     return onset, end, kind, before
 
-# %% ../nbs/31_diagnose.ipynb #d1700c87
+# %% ../nbs/31_diagnose.ipynb #a85bc8b8
 def segment_events(log: RunLog, k: int, rules: Rules) -> list[Event]:
     "The events whose onset lies in segment k of the log, judged with the rows that led to it."
     rows, seg = log.history(k), log.segments[k]
@@ -585,6 +613,12 @@ def segment_events(log: RunLog, k: int, rules: Rules) -> list[Event]:
             again = float(np.median(y[-max(3, len(y) // 50):]))
             ends = None if again > low + 0.5 * (high - low) else int(s[b])
             events.append(Event('slow divergence', int(s[a]), int(finite[a]), low, high, again, ends, _confidence(10 * (high - low) / abs(low) / rules.diverge, b - a, False, 0.9), segment=k, rows=int(b - a)))
+    for row, before, now, z in mix_shifts(log, finite, rules):
+        if finite[row] < seg.start or any(e.severe and abs(np.searchsorted(finite, e.row) - row) < 60 for e in events): continue
+        events = [e for e in events if not (e.kind in ('outlier', 'recovered spike') and 0 <= np.searchsorted(finite, e.row) - row < 60)]      # its first rows, seen alone
+        tail = y[row:row + 150]
+        after = float(np.median(tail[50:])) if len(tail) >= 70 else now
+        events.append(Event('level shift', int(s[row]), int(finite[row]), before, float(y[row:row + BLOCK].max()), after, None, _confidence(abs(z), min(len(y) - row, 200), bool(hole[row]), 0.9), segment=k, z=z, rows=len(y) - row))
     for a, b, what in _freezes(log, np.arange(seg.start, seg.stop), rules): _freeze(log, k, a, b, what, events)
     if len(y) < 64 and not any(e.row >= seg.start for e in events if e.kind != 'nan') and (few := few_rows(y)) and finite[few[0]] >= seg.start:
         t, end, kind, before = few
@@ -629,7 +663,7 @@ def _freeze(log, k, a, b, what, events):
 def _relabel(log, e, rows, rules):
     "Warm-up blow-up and data shift are the same curves with something beside them."
     e.line = int(log.line[e.row])
-    if e.kind in ('level shift', 'bad spike', 'slow divergence', 'nan') and not e.peak <= e.before and (why := _in_warmup(log, e.row, rows)):
+    if e.kind in ('level shift', 'bad spike', 'slow divergence', 'nan') and not e.peak <= e.before and (why := _in_warmup(log, e.row, rows)) and not (log.lr is None and (mix := _mix_change(log, e.row)) and mix[0] > 0.3):
         if e.kind != 'nan' or e.ends is None:
             e.facts.append(why)
             e.facts.append(f'its curve is that of a {e.kind}')
