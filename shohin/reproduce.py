@@ -15,7 +15,7 @@ from .shards import UserError
 
 # %% ../nbs/43_reproduce.ipynb #2f8d1c8b
 FIRST = ("cliff", "fix")
-EXPERIMENTS = (*FIRST, "anatomy",
+EXPERIMENTS = (*FIRST, "anatomy", "diagnose",
                "muon-lr", "adamw-lr", "fresh-opt", "no-muon", "data-seed", "model-size", "trust-clamp",
                "base-history", "gnorm-guard", "guard-history", "one-update", "spike-batches", "scan-peek", "block-length",
                "amnesia", "timing")
