@@ -91,12 +91,11 @@ def page(result):
         dict(title='The goals', text='Set before anything was measured.', caption='What was set out for, what was measured, and whether it was met', columns={'goal': 'goal', 'measured': 'measured', 'met': 'met'}, rows=[dict(goal=g, measured=m, met=yes) for g, m, yes in met])]
     gone = [f'{name(p)} was skipped: {r["skipped"]}' for p, r in peers.items() if 'skipped' in r]
     failed = [f'{name(p)}, {k.replace("_", " with ")}{" workers" if k[-1].isdigit() else ""}: {v["error"]}' for p, r in there.items() for k, v in r.items() if 'error' in v]
-    late = list(result.get('notes', ())) + [f'Measured later, at commit {result["mixing_commit"][:10]}: the mix of 100 domains.'] * bool(result.get('mixing_commit'))
     needs = ', '.join(dict.fromkeys(x for p in there for x in result['requirements'].get(p, ())))
     return {'benchmark': 'peers', 'title': 'Our loader beside others', 'summary': 'Tokens a second, resume, memory and the order that is really read, on the same tokens in one run: ours beside six loaders that people train with.',
             'command': 'make bench', 'machine': f'{result["machine"]["cores"]} cores, {result["machine"]["processor"]}', 'commit': result['commit'], 'dirty': result.get('dirty', False),
             'versions': result['versions'], 'wall_s': result['wall_s'], 'answers': [f'{"Met" if yes else "Not met"}: {g}. Measured: {m}.' for g, m, yes in met], 'tables': tables,
-            'notes': NOTES + [f'Versions of the others: {needs}.'] * bool(needs) + late + gone + failed, **{k: result[k] for k in ('corpus', 'requirements')},
+            'notes': NOTES + [f'Versions of the others: {needs}.'] * bool(needs) + list(result.get('notes', ())) + gone + failed, **{k: result[k] for k in ('corpus', 'requirements')},
             'peers': {p: {k: {a: b for a, b in v.items() if a != 'labels'} if isinstance(v, dict) else v for k, v in r.items()} for p, r in peers.items()}}
 
 
