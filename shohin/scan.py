@@ -55,7 +55,7 @@ def _suspects(x: np.ndarray) -> np.ndarray:
     new[1:-1] = start[1:] > stop[:-1]
     return np.stack([start[new[:-1]], stop[new[1:]]], 1)
 
-# %% ../nbs/06_scan.ipynb #2b179974
+# %% ../nbs/06_scan.ipynb #5768afae
 def periodic_runs(x: np.ndarray) -> np.ndarray:
     "Where tokens x repeat with a period of 1..13 at least 32 times: rows (start, stop, period), ascending; rows may overlap."
     windows = _suspects(x) if len(x) >= TIMES else np.empty((0, 2), np.int64)
@@ -69,18 +69,28 @@ def periodic_runs(x: np.ndarray) -> np.ndarray:
     period, start, length = runs[:, 0] // same.shape[1] + 1, runs[:, 0] % same.shape[1], runs[:, 1] - runs[:, 0]
     keep = length >= period * (TIMES - 1)
     period, start, length = period[keep], at[start[keep]], length[keep]
-    return np.array(sorted(zip(start.tolist(), (start + length + period).tolist(), period.tolist(), strict=True)), np.int64).reshape(-1, 3)
+    runs = np.stack([start, start + length + period, period], 1)
+    return runs[np.lexsort(runs.T[::-1])]
 
-# %% ../nbs/06_scan.ipynb #9969c79b
+# %% ../nbs/06_scan.ipynb #61c20849
 class Stretches:
     "Merges runs found block by block (blocks overlap, so runs do) into disjoint stretches; keeps counts and the longest."
     def __init__(self): self.count = self.tokens = self.end = self.begin = 0; self.longest, self.period = (0, 0), None
 
-    def add(self, start: int, stop: int, period: int = 1):
-        if start > self.end or self.count == 0: self.begin = start; self.count += 1; self.tokens += stop - start
-        else: self.tokens += max(0, stop - self.end)
-        self.end = max(self.end, stop)
-        if self.end - self.begin > self.longest[1] - self.longest[0]: self.longest, self.period = (self.begin, self.end), period
+    def add(self, runs: np.ndarray):
+        "Runs as rows (start, stop, period), ascending."
+        if len(runs) == 0: return
+        start, stop, period = runs.T
+        reach = np.maximum.accumulate(np.concatenate([[self.end if self.count else -1], stop]))     # how far one got before each run
+        new = start > reach[:-1]
+        self.tokens += int(np.maximum(stop - np.maximum(start, reach[:-1]), 0).sum())
+        self.count += int(new.sum())
+        first = np.flatnonzero(new) if new[0] else np.concatenate([[0], np.flatnonzero(new)])       # run with which a stretch begins, or goes on
+        begins, last = np.where(new[first], start[first], self.begin), np.append(first[1:], len(runs))
+        k = int(np.argmax(reach[last] - begins))
+        self.begin, self.end, longest = int(begins[-1]), int(reach[-1]), (int(begins[k]), int(reach[last[k]]))
+        if longest[1] - longest[0] > self.longest[1] - self.longest[0]:
+            self.longest, self.period = longest, int(period[first[k] + np.argmax(stop[first[k]:last[k]])])
 
 # %% ../nbs/06_scan.ipynb #c805adb8
 class Lengths:
@@ -126,7 +136,7 @@ def _positions(mask: np.ndarray) -> np.ndarray:
     inside = (words[:, None] * 8 + np.arange(8)).ravel()
     return np.concatenate([inside[mask[inside]], whole + np.flatnonzero(mask[whole:])])
 
-# %% ../nbs/06_scan.ipynb #7df6b725
+# %% ../nbs/06_scan.ipynb #850fb24c
 def count_tokens(reader: Reader, vocab_size: int | None = None, eos: int | None = None,
                  progress: Callable = lambda tokens: None, whole: bool = False) -> Counts:
     "One pass over a shard; `whole` hashes it too. ShardError where it cannot be read."
@@ -137,9 +147,9 @@ def count_tokens(reader: Reader, vocab_size: int | None = None, eos: int | None 
         c.digest.update(block)
         _count_block(c, block, at, limit)
         x, overlap = np.concatenate([tail, block]), len(tail)
-        for a, b, p in periodic_runs(x).tolist():
-            c.repeats.add(at - overlap + a, at - overlap + b, p)
-            if p == 1 and x[a] == 0: c.zeros.add(at - overlap + a, at - overlap + b)
+        runs, place = periodic_runs(x), np.array([at - overlap, at - overlap, 0])
+        c.zeros.add(runs[(runs[:, 2] == 1) & (x[runs[:, 0]] == 0)] + place)
+        c.repeats.add(runs + place)
         tail = x[-PERIODS * TIMES:]
         if reader._index is not None: starts = reader.doc_bounds(None, at, at + len(block))
         else: starts = _positions(block == eos) + at + 1 if eos is not None and eos < limit and c.hist[eos] else np.empty(0, np.int64)
