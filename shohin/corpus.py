@@ -555,13 +555,13 @@ def decode(manifest: Manifest, tokens) -> str:
     "Text of `tokens` in the manifest's tokenizer."
     return Tokenizer.of(manifest).decode(tokens)
 
-# %% ../nbs/01_corpus.ipynb #1f710da6
+# %% ../nbs/01_corpus.ipynb #595ad665
 _BPE_BYTES = 4_000_000     # of each domain, or as much as the smallest has
 
-def train_bpe(docs: dict[str, Docs], train: dict, vocab_size: int, path: Path) -> None:
-    "Train a byte-level BPE on an equal-bytes mix of the domains and save it at `path`."
+def train_bpe(docs: dict[str, Docs], train: dict, vocab_size: int, path: Path, most: int = _BPE_BYTES) -> None:
+    "Train a byte-level BPE on an equal-bytes mix of the domains, at most `most` of each, and save it at `path`."
     from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
-    share = min([_BPE_BYTES, *(int(d.sizes[train[name]].sum()) for name, d in docs.items())])
+    share = min([most, *(int(d.sizes[train[name]].sum()) for name, d in docs.items())])
     def mix():
         for name, d in docs.items():
             left = share
