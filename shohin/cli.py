@@ -63,7 +63,7 @@ def _finite(x):
     if hasattr(x, "item") and getattr(x, "ndim", 1) == 0: x = x.item()
     return None if isinstance(x, float) and (x != x or x in (float("inf"), float("-inf"))) else x
 
-# %% ../nbs/44_cli.ipynb #9adbb7b2
+# %% ../nbs/44_cli.ipynb #38bed539
 def _manifest(path, verify="quick") -> Manifest:
     "The manifest at a path: the file, or the folder that holds it."
     p = Path(path)
@@ -72,21 +72,25 @@ def _manifest(path, verify="quick") -> Manifest:
 @app.command()
 def corpus(out: Annotated[Path, typer.Argument(help="folder to build in")] = Path("data/corpus"),
            doc_seed: Annotated[int, typer.Option(help="which documents fill a shard")] = 0,
-           tokenizer: Annotated[str, typer.Option(help="bytes, bpe, or a tokenizer.json")] = "bytes",
-           vocab_size: Annotated[int, typer.Option(help="of a BPE trained here")] = 4096,
-           shard_tokens: Annotated[int, typer.Option(help="tokens a shard")] = 231_300,
+           tokenizer: Annotated[str | None, typer.Option(help="bytes, bpe (trained here), or a tokenizer.json (default: bytes; with --source bpe)")] = None,
+           vocab_size: Annotated[int | None, typer.Option(help="of a BPE trained here (default: 4,096; with --source 32,768)")] = None,
+           shard_tokens: Annotated[int | None, typer.Option(help="tokens a shard (default: 231,300; with --source 200,000,000)")] = None,
            wheels: Annotated[Path | None, typer.Option(help="folder with the wheels of the lock, for a machine without network")] = None,
-           source: Annotated[list[str] | None, typer.Option(help="own text instead: DOMAIN=FILE (.txt, .jsonl, .jsonl.gz), may be repeated")] = None,
+           source: Annotated[list[str] | None, typer.Option(help="other text, as a stream: DOMAIN=FILE (.jsonl, .parquet, .txt, also .gz and .zst; a folder or *), DOMAIN=hf:REPO[:CONFIG[:FIELD]], hf, or hf-seed; may be repeated")] = None,
+           field: Annotated[str, typer.Option(help="with --source: a row's field with the text")] = "text",
+           group: Annotated[str | None, typer.Option(help="with --source: a row's field with what is held out together")] = None,
+           max_shards: Annotated[int | None, typer.Option(min=1, help="with --source: shards of a domain at most")] = None,
+           workers: Annotated[int | None, typer.Option(min=1, help="with --source: tokenising processes (default: one a core)")] = None,
+           skip_bad: Annotated[bool, typer.Option("--skip-bad", help="with --source: leave out and count what cannot be read")] = False,
            as_json: JSON = False):
-    "Build a corpus of real text: shards of one domain each, held-out probes, a manifest."
-    from shohin.corpus import build_corpus, local_sources
-    own = {}
-    for s in source or []:
-        d, eq, f = s.partition("=")
-        if not eq: raise UserError(f"--source {s}: write DOMAIN=FILE")
-        own.setdefault(d, []).append(f)
-    m = build_corpus(out, doc_seed=doc_seed, tokenizer=tokenizer, vocab_size=vocab_size, shard_tokens=shard_tokens, wheels=wheels,
-                     sources=local_sources(own) if own else None)
+    "Build a corpus of real text: shards of one domain each, held-out probes, a manifest. Interrupted, the same command goes on."
+    from shohin.corpus import build_corpus
+    given = {k: v for k, v in dict(tokenizer=tokenizer, vocab_size=vocab_size, shard_tokens=shard_tokens).items() if v is not None}
+    if source:
+        from shohin.sources import parse_sources, stream_corpus
+        m = stream_corpus(out, parse_sources(source, field, group), doc_seed=doc_seed, max_shards=max_shards, workers=workers, skip_bad=skip_bad,
+                          say=lambda line: print(line, file=sys.stderr, flush=True), **given)
+    else: m = build_corpus(out, doc_seed=doc_seed, wheels=wheels, **given)
     rows = [dict(domain=d, shards=sum(s.domain == d for s in m.shards), tokens=sum(s.tokens for s in m.shards if s.domain == d),
                  probe_overlap=m.meta["probes"][d]["ngram_overlap"], bytes_per_token=m.meta["domains"][d]["bytes_per_token"]) for d in m.domains]
     if as_json: print(json.dumps(dict(manifest=str(out / "manifest.json"), hash=m.hash, domains=rows))); return
@@ -415,17 +419,24 @@ def warmstart(checkpoint: Annotated[Path, typer.Argument(help="a run folder, one
         doc = dict(out=str(out), parent=W.warmstart_checkpoint(checkpoint, out, add_qk_norm, gains, measured, optimizer))
     print(json.dumps(doc) if as_json else "\n".join(f"{k}: {v if not isinstance(v, list) else ', '.join(v)}" for k, v in doc.items()))
 
-# %% ../nbs/44_cli.ipynb #cfb6b76e
+# %% ../nbs/44_cli.ipynb #b8564a1d
 @app.command()
 def reproduce(names: Annotated[list[str] | None, typer.Argument(help="experiments; without any: the first ones")] = None,
-              seeds: Annotated[int, typer.Option(min=1, help="how many seeds, from 1 on")] = 1, everything: Annotated[bool, typer.Option("--all", help="every experiment")] = False,
+              seeds: Annotated[int | None, typer.Option(min=1, help="how many seeds, from 1 on (default: the profile's own, else 1)")] = None, everything: Annotated[bool, typer.Option("--all", help="every experiment")] = False,
               profile: Annotated[str, typer.Option(help="a table of nbs/experiments/profiles.toml")] = "cpu",
               data: Annotated[Path | None, typer.Option(help="corpora and runs (default: data)")] = None,
               reports: Annotated[Path | None, typer.Option(help="where the pages go (default: reports for three seeds or more, else reports/local)")] = None,
-              records: Annotated[Path | None, typer.Option(help="committed run records that count as finished")] = None, as_json: JSON = False):
+              records: Annotated[Path | None, typer.Option(help="committed run records that count as finished")] = None,
+              dry_run: Annotated[bool, typer.Option("--dry-run", help="train nothing: tokens, FLOPs, hours, memory and disk of every arm, and whether it can be done")] = False,
+              mfu: Annotated[float | None, typer.Option(help="dry run: share of the peak that a run gets (default: 0.3 of an H100)")] = None,
+              peak: Annotated[float | None, typer.Option(help="dry run: TFLOP/s of one card (default: 989.4, an H100 in bf16)")] = None,
+              memory: Annotated[float | None, typer.Option(help="dry run: GB of one card (default: 80)")] = None,
+              ranks: Annotated[int | None, typer.Option(help="dry run: cards of one run, instead of the profile's")] = None,
+              micro_batch: Annotated[int | None, typer.Option(help="dry run: rows of a rank at a time, instead of the profile's")] = None, as_json: JSON = False):
     "Train the experiments and make their pages. Run again, it takes seconds; interrupted, it goes on where it was."
-    from shohin.reproduce import compare, reproduce as go
+    from shohin.reproduce import compare, make_plan, reproduce as go
     from shohin.experiment import repo_root
+    if dry_run: _dry_run(make_plan(names or [], profile, seeds, everything, data, mfu, peak and peak * 1e12, memory and memory * 1e9, ranks, micro_batch), as_json); return
     r = go(names or [], profile, seeds, everything, data, reports, records)
     if as_json: print(json.dumps(_finite(dict(index=str(r["index"]), results=r["results"])))); return
     from rich.table import Table
@@ -439,6 +450,15 @@ def reproduce(names: Annotated[list[str] | None, typer.Argument(help="experiment
         for a in mine["answers"]: con.print(f"[{label}] {a}", markup=False)
     con.print(str(r["index"]), soft_wrap=True, markup=False)
     if (p := repo_root() / "reports/index.html").exists() and p != r["index"]: con.print(f"published: {p}", soft_wrap=True, markup=False)
+
+def _dry_run(plan, as_json):
+    "Print a plan; what makes it impossible ends with exit status 2."
+    if as_json: print(json.dumps(plan.to_dict()))
+    else:
+        from shohin.plan import render
+        con = _console()
+        for x in render(plan): con.print(x, **(dict(markup=False, soft_wrap=True) if isinstance(x, str) else {}))
+    if bad := plan.findings(): raise UserError("this plan cannot run: " + "; ".join(bad))
 
 # %% ../nbs/44_cli.ipynb #edc54f9e
 @app.command()

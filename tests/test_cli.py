@@ -87,6 +87,18 @@ def test_mistakes_are_one_line(corpus, tmp_path):
     one_line(call("train", "--config", bad), "bad.json")
 
 
+def test_a_corpus_from_files_of_ones_own(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(dict(body=f"{i} times {i} is {i * i}, which is what it was when it was last looked at")) for i in range(400)))
+    args = ("corpus", tmp_path / "out", "--source", f"sums={tmp_path}/*.jsonl", "--field", "body", "--tokenizer", "bytes", "--shard-tokens", 5000, "--workers", 1)
+    r = call(*args, "--json")
+    assert r.returncode == 0 and "shard_00000.u16.zst: 5,000 tokens" in r.stderr, r.stderr
+    doc = json.loads(r.stdout)
+    assert [d["domain"] for d in doc["domains"]] == ["sums"] and doc["domains"][0]["tokens"] > 20_000
+    assert json.loads(call(*args, "--json").stdout)["hash"] == doc["hash"]
+    one_line(call("corpus", tmp_path / "x", *args[2:4]), "a.jsonl, line 1", "'body'")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
 def test_a_changed_shard_is_refused(corpus, tmp_path):
     import shutil
     copy = tmp_path / "copy"
