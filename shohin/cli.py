@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['app', 'JSON', 'CORPUS', 'ORDER', 'RUN', 'MAP', 'main', 'corpus', 'scan', 'peek', 'audit', 'diagnose', 'replay',
-           'diff', 'train', 'warmstart', 'reproduce', 'status', 'doctor']
+           'diff', 'attribute', 'train', 'warmstart', 'reproduce', 'status', 'doctor']
 
 # %% ../nbs/44_cli.ipynb #5e9a9441
 import json, os, sys
@@ -337,6 +337,20 @@ def diff(a: Annotated[Path, typer.Argument(help="a log or run folder")], b: Anno
     d = D.diff(a, b)
     _show(d, as_json, None)
     raise typer.Exit(int(d.part is not None))
+
+# %% ../nbs/44_cli.ipynb #df30566e
+@app.command()
+def attribute(run: Annotated[Path, typer.Argument(help="a run folder with checkpoints")],
+              step: Annotated[int | None, typer.Option(help="the step to explain (default: the first jump, or the first severe event)")] = None,
+              around: Annotated[int, typer.Option(help="updates looked at one by one on each side")] = 5,
+              reach: Annotated[int, typer.Option(help="updates made again, at most, to come to the weights of the step")] = 40,
+              data: Annotated[Path | None, typer.Option(help="folder of the corpora, where they are not at the run's path")] = None,
+              html: Annotated[Path | None, typer.Option(help="also write a page")] = None, as_json: JSON = False):
+    "Why the loss broke at a step of a run of ours: batches swapped, updates made again, guards replayed; and what is missing to tell."
+    from shohin.attribute import attribute as bisect
+    a = bisect(run, step, around, reach, data)
+    _show(a, as_json, html)
+    raise typer.Exit(a.exit_status)
 
 # %% ../nbs/44_cli.ipynb #44719dbc
 @app.command()
