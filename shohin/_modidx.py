@@ -116,6 +116,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'shohin.audit._check_rhythm': ('audit.html#_check_rhythm', 'shohin/audit.py'),
                               'shohin.audit._check_run': ('audit.html#_check_run', 'shohin/audit.py'),
                               'shohin.audit._check_shift': ('audit.html#_check_shift', 'shohin/audit.py'),
+                              'shohin.audit._check_size': ('audit.html#_check_size', 'shohin/audit.py'),
                               'shohin.audit._csv': ('audit.html#_csv', 'shohin/audit.py'),
                               'shohin.audit._expected': ('audit.html#_expected', 'shohin/audit.py'),
                               'shohin.audit._index_shards': ('audit.html#_index_shards', 'shohin/audit.py'),

@@ -447,6 +447,7 @@ def test_questions_that_make_no_sense():
     for ask, what in ((lambda: audit(ContiguousOrder(m, 12, 15)), "how many steps"), (lambda: audit([1, 2], 5), "cannot audit a list"), (lambda: audit(ContiguousOrder(m, 12, 15), 0), "at least 1"),
                       (lambda: audit(ContiguousOrder(m, 12, 15), 10**9), "too many for one audit"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), 5, start=50), "no rows from step 50 on for 5 steps"),
                       (lambda: read_rule(["a/b"], [50], 5, "random"), "unknown shuffle"), (lambda: read_rule(["a/b"], [50], 5, "buffer"), "needs window"), (lambda: read_rule(["a/b"], [50], 0, "rows"), "at least 1"),
+                      (lambda: audit(InterleavedOrder(m, 3, 15), 20_000_000), "too many numbers for one audit: at most 11,184,810 steps"),
                       (lambda: read_rule([], [], 4, "rows"), "no shards"), (lambda: read_rule(["a/b"], [0], 4, "rows", steps=5), "less than one batch"), (lambda: read_rule(["a/b"], [50], 4, "rows", steps=-1), "at least 1"),
                       (lambda: read_rule(["a/b"], [50], 4, "window", 10**12), "too large"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), -3), "at least 1"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), weights=[1]), "dict by domain"),
                       (lambda: audit_batches(5, "d"), "an iterable of batches"), (lambda: audit_batches([{"d": None}], "d"), "None as its domain")):
