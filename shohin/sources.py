@@ -231,7 +231,7 @@ class _FilesReader:
                 yield record
             at = (0, 0)
 
-# %% ../nbs/07_sources.ipynb #e642d2b1
+# %% ../nbs/07_sources.ipynb #972880e7
 @dataclass(frozen=True)
 class Hub:
     "A domain in a data set of the Hugging Face hub (or any that `datasets.load_dataset` takes), as a stream."
@@ -241,6 +241,7 @@ class Hub:
     group: str | None = None
     split: str = 'train'
     data_files: object = None
+    revision: str | None = None
 
     def about(self):
         "Without the folders of local files."
@@ -255,7 +256,7 @@ class Hub:
         try: import datasets
         except ModuleNotFoundError: raise UserError(f"{self.path}: the hub's data sets need the package datasets: pip install -c constraints.txt -e '.[gpu]'") from None
         more = {} if self.data_files is None else {'data_files': self.data_files}
-        try: return datasets.load_dataset(self.path, self.name, split=self.split, streaming=True, **more)
+        try: return datasets.load_dataset(self.path, self.name, split=self.split, streaming=True, revision=self.revision, **more)
         except Exception as e: raise UserError(f'{self.path}: cannot be opened ({_line(e)}); check name, network and, for a gated data set, `hf auth login`') from None
 
     def sample(self, size: int) -> Iterator[Record]:
@@ -278,18 +279,18 @@ class _HubReader:
             where = f'{self.hub.path}, document {self.number + 1}'
             try: row = next(rows)
             except StopIteration: return
-            except Exception as e: yield Record(problem=f'{where}: cannot be read ({_line(e)})'); return
+            except Exception as e: raise UserError(f'{where}: cannot be read ({_line(e)})') from None      # also with skip_bad: the rest would be missing
             self.number += 1
             yield _from_row(row, self.hub.field, self.hub.group, where)
 
-# %% ../nbs/07_sources.ipynb #63b96959
+# %% ../nbs/07_sources.ipynb #0e2a1c7e
 _FINEMATH = Hub('HuggingFaceTB/finemath', 'finemath-4plus')
 _CODE = Hub('codeparrot/codeparrot-clean', field='content')
 HUBS = {'hf': {'math': _FINEMATH, 'web': Hub('HuggingFaceFW/fineweb-edu', 'sample-10BT'), 'code_python': _CODE},
         'hf-seed': {'finemath4': _FINEMATH, 'openwebmath': Hub('open-web-math/open-web-math'), 'code_python': _CODE}}
 
 def parse_sources(specs: Iterable[str], field: str = 'text', group: str | None = None) -> dict:
-    """{domain: source} from `hf`, `hf-seed`, DOMAIN=hf:REPO[:CONFIG[:FIELD]] and DOMAIN=FILE, where FILE may be a folder or a pattern
+    """{domain: source} from `hf`, `hf-seed`, DOMAIN=hf:REPO[@REVISION][:CONFIG[:FIELD]] and DOMAIN=FILE, where FILE may be a folder or a pattern
     with *; several FILEs of one domain are read one after another."""
     out, files = {}, {}
     for spec in specs:
@@ -299,7 +300,8 @@ def parse_sources(specs: Iterable[str], field: str = 'text', group: str | None =
         elif what.startswith('hf:'):
             repo, name, of, *rest = [*what.split(':')[1:], '', '']
             if not repo or any(rest): raise UserError(f'--source {spec}: write DOMAIN=hf:REPO[:CONFIG[:FIELD]]')
-            out[domain] = Hub(repo, name or None, of or field, group)
+            repo, _, revision = repo.partition('@')
+            out[domain] = Hub(repo, name or None, of or field, group, revision=revision or None)
         else: files.setdefault(domain, []).extend(find_files(what))
     if both := [d for d in files if d in out]: raise UserError(f'domain {both[0]}: files and a data set; give it one of them')
     return out | {d: Files(tuple(paths), field, group) for d, paths in files.items()}

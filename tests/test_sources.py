@@ -213,9 +213,9 @@ def test_workers_end_with_their_parent(tmp_path):
     while any(map(alive, pids)) and time.time() < deadline: time.sleep(.05)
     assert pids and not any(map(alive, pids))
 
-@pytest.mark.parametrize('when', ['state', 'manifest', 'rename'])
+@pytest.mark.parametrize('when', ['sample', 'state', 'manifest', 'rename'])
 def test_every_crash_between_two_writes(when, files, corpus, tmp_path, monkeypatch):
-    "The three gaps: shard written but not its state, all shards but no manifest, manifest but not the last rename."
+    "The gaps: no vocabulary yet, shard written but not its state, all shards but no manifest, manifest but not the last rename."
     out = tmp_path / 'corpus'
     with monkeypatch.context() as m:
         calls = []
@@ -224,6 +224,7 @@ def test_every_crash_between_two_writes(when, files, corpus, tmp_path, monkeypat
             if a[0].name == 'domain-code.json' and len(calls) > 8: raise KeyboardInterrupt
             real(*a)
         if when == 'state': m.setattr(S, '_write_state', crash)
+        elif when == 'sample': m.setattr(S, 'train_bpe', lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         elif when == 'manifest': m.setattr(S, '_finish', lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         else: m.setattr(S.os, 'rename', lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt): stream_corpus(out, two(files), workers=1, **SMALL)
@@ -304,6 +305,8 @@ def test_a_hub_that_cannot_be_read_is_one_line(tmp_path):
     (tmp_path / 'x.jsonl').write_bytes(GOOD + b'{"text": \n')
     with pytest.raises(UserError) as e: stream_corpus(tmp_path / 'out', {'mine': Hub('json', data_files=str(tmp_path / 'x.jsonl'))}, workers=1, tokenizer='bytes')
     assert 'json, document' in one_line(e)
+    with pytest.raises(UserError) as e: stream_corpus(tmp_path / 'out', {'mine': Hub('json', data_files=str(tmp_path / 'x.jsonl'))}, workers=1, tokenizer='bytes', skip_bad=True)
+    assert 'json, document' in one_line(e)                       # a stream that breaks off is never taken for its end
     (tmp_path / 'x.jsonl').write_bytes(GOOD)
     with pytest.raises(UserError) as e: stream_corpus(tmp_path / 'out', {'mine': Hub('json', field='body', data_files=str(tmp_path / 'x.jsonl'))}, workers=1, tokenizer='bytes')
     assert "no text in field \"body\"; there are 'text'" in one_line(e)
