@@ -46,11 +46,11 @@ def parameters(namespace: dict, **kinds) -> dict:
             raise UserError(f"unknown parameter {n!r}; this notebook has {', '.join(kinds)}")
     return {n: _coerce(n, namespace[n], k) for n, k in kinds.items()}
 
-# %% ../nbs/42_experiment.ipynb #5b0521e6
+# %% ../nbs/42_experiment.ipynb #057a1e76
 def repo_root() -> Path:
     "The checkout: the nearest folder upward from here that has a settings.ini."
     here = Path.cwd().resolve()
-    for p in (here, *here.parents, Path(__file__).resolve().parent.parent):
+    for p in (here, *here.parents, Path(globals().get("__file__", here)).resolve().parent.parent):      # a notebook has no __file__
         if (p / "settings.ini").exists() and (p / "nbs").is_dir(): return p
     raise UserError("no shohin checkout here; run this inside a clone (experiments live in nbs/experiments)")
 

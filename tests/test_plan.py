@@ -83,6 +83,21 @@ def test_newton_schulz_counts_every_product():
         [(128, 128), (64, 128), (64, 128), (128, 128), (384, 128), (384, 128), (128, 384)])
 
 
+def test_hours_are_those_of_the_recorded_runs_within_a_factor_of_two():
+    "The committed runs of the cpu profile say what a step took."
+    took, want = [], []
+    for f in (repo_root() / "reports/results/runs").glob("*.json"):
+        r = json.loads(f.read_text())
+        c = r["config"]
+        if c["model"]["d_model"] != 128 or c["batch_size"] != 12: continue
+        model = dict(c["model"], vocab_size=257, seq_len=c["seq_len"])
+        took.append(r["result"]["s_per_step"])
+        want.append((c["batch_size"] * c["seq_len"] * P.flops_per_token(model) + P.muon_flops(model)) / (P.DEVICES["cpu"].peak * P.DEVICES["cpu"].mfu))
+    if not took: pytest.skip("no records")
+    middle = lambda v: sorted(v)[len(v) // 2]
+    assert 0.5 < middle(want) / middle(took) < 2, (middle(want), middle(took))
+
+
 # ---- the profile
 
 def test_the_h100_profile_is_the_seeds_configuration():
