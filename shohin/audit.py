@@ -115,7 +115,7 @@ def usual_run(shares, rows):
         lo, hi = (mid, hi) if run_chance(mid, shares, rows) >= .5 else (lo, mid)
     return lo
 
-# %% ../nbs/05_audit.ipynb #d8502672
+# %% ../nbs/05_audit.ipynb #47240c3e
 def deviation(counts, expected):
     "(counts - expected) / sqrt(expected), (n, D); a domain that is not expected counts nothing."
     return np.where(expected > 0, (counts - expected) / np.sqrt(np.where(expected > 0, expected, 1)), 0)
@@ -130,7 +130,9 @@ def dispersion_noise(expected, dof):
     return float(np.sqrt(variance.clip(1e-9).mean() / len(expected)) / dof)
 
 def autocorrelation(z, lag):
-    "Correlation of the deviations of batches `lag` apart; 0 for a random order, noise 1 / sqrt(n dof)."
+    """Correlation of the deviations of batches `lag` apart; 0 for a random order, noise 1 / sqrt(n dof). A share that is off
+    all the time is no rhythm of the order: the mean deviation is left out."""
+    z = z - z.mean(0)
     total = (z * z).sum()
     return float((z[lag:] * z[:-lag]).sum() / total) if len(z) > lag and total else 0.
 
