@@ -141,6 +141,19 @@ def test_a_sweep_that_is_planned_trains_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "data").exists()
 
 
+def test_at_135m_the_boundary_falls_into_the_step_that_the_arms_fork_at(tmp_path, monkeypatch):
+    "Shards of 200M tokens are no whole number of steps: the order itself says where the blocks end, in both histories, and for seed 777's single shard."
+    from shohin.experiment import CliffArms
+    from shohin.order import make_order
+    monkeypatch.setenv("SHOHIN_PLAN", str(tmp_path / "plan.json"))
+    p = load_profile("h100")
+    c = CliffArms(p, 1337, tmp_path)
+    bounds = lambda order, start, stop: [(b.step, b.row) for b in make_order(order, c.manifest, p["batch_size"], p["seq_len"]).boundaries(start, stop)]
+    assert bounds(c.order, 6000, 7800) == [(7525, 32)] and c.at == 7525
+    assert [s for s, _ in bounds(c.one_pass().changes["order"], 5990, 7800)] == [6000, 7525]
+    assert [s for s, _ in bounds(c.contiguous((p["old_domain"], 0, 381), (p["new_domain"], 0, 381)), 6001, 6700)] == [6381]
+
+
 def test_every_experiment_can_be_planned_at_135m(tmp_path):
     "All notebooks, the real profile, no corpus: the sums of the bill are those of its lines, and nothing is left behind."
     p = make_plan([], "h100", None, everything=True, data=tmp_path / "data")
