@@ -26,13 +26,26 @@ class Spans:
     def __iter__(self): return (self[i] for i in range(len(self)))
     def __repr__(self): return repr(list(self))
 
-# %% ../nbs/10_loader.ipynb #54d87707
+# %% ../nbs/10_loader.ipynb #c87454c0
 class Batch(NamedTuple):
     "What one rank reads in one step."
     tokens: torch.Tensor      # (B/W, T+1) int64: inputs are [:, :-1], targets [:, 1:]
     spans: Spans              # where each of the B/W rows lies
     step: int
     domains: dict[str, int]   # rows per domain in the global batch (B rows)
+
+    def __reduce__(self):
+        narrow = _narrow(self.tokens)
+        return (Batch, tuple(self)) if narrow is None else (_widened, (narrow, *self[1:]))
+
+def _narrow(tokens) -> np.ndarray | None:
+    "The same numbers as uint16 or uint32, or None: not plain int64 in this machine's memory, or beyond them."
+    if type(tokens) is not torch.Tensor or tokens.dtype != torch.int64 or tokens.device.type != 'cpu' or not tokens.numel(): return None
+    x = tokens.numpy()
+    low, high = int(x.min()), int(x.max())
+    return None if low < 0 or high >= 1 << 32 else x.astype(np.uint16 if high < 1 << 16 else np.uint32)
+
+def _widened(narrow, *rest): return Batch(torch.from_numpy(narrow.astype(np.int64)), *rest)
 
 # %% ../nbs/10_loader.ipynb #36cb6047
 def _differences(saved, now, name: str = '') -> list[str]:
@@ -41,7 +54,7 @@ def _differences(saved, now, name: str = '') -> list[str]:
         return [d for k in dict.fromkeys([*saved, *now]) for d in _differences(saved.get(k), now.get(k), f'{name}.{k}' if name else str(k))]
     return [] if saved == now else [f'{name}: saved {json.dumps(saved):.80}, now {json.dumps(now):.80}']
 
-# %% ../nbs/10_loader.ipynb #badb6363
+# %% ../nbs/10_loader.ipynb #ae9954df
 class Loader(IterableDataset):
     """Batches of `order` over `manifest` for rank `rank` of `world`: steps `step`, `step`+1, ... up to `stop` (None: for ever).
     Give it to `DataLoader(loader, batch_size=None, num_workers=n)`; it makes whole batches itself."""
@@ -53,10 +66,12 @@ class Loader(IterableDataset):
         self._placed = 0, (), ()               # a cache, see _place
 
     def _place(self, step):
-        "Shard and row within it of each row of the global batch. Placed for 2048 rows ahead: step by step costs tenfold."
+        """Shard and row within it of each row of the global batch. Step by step costs thirtyfold, so whoever reads on has
+        more and more steps placed at once, up to 8192 rows; after a jump it is one."""
         first, shard, row = self._placed
         if not first <= step < first + len(shard):
-            stop = min(step + max(2048 // self.order.batch_size, 1), MAX_STEP if self.order.end is None else self.order.end)
+            more = min(4 * len(shard), 8192 // self.order.batch_size) if 0 <= step - first - len(shard) < self._at[2] else 1
+            stop = min(step + max(more, 1), MAX_STEP if self.order.end is None else self.order.end)
             first, shard, row = self._placed = step, *self.order.rows(step, max(stop, step + 1))
         return shard[step - first], row[step - first]
 

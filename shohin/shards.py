@@ -42,7 +42,7 @@ class ShardError(UserError):
         super().__init__(f'{path}: byte {offset}: {problem}')
     def __reduce__(self): return type(self), (self.path, self.offset, self.problem)   # crosses worker processes
 
-# %% ../nbs/00_shards.ipynb #21189c4b
+# %% ../nbs/00_shards.ipynb #171ceb0a
 class _File:
     "A regular file, read by position."
     fd = -1
@@ -66,13 +66,6 @@ class _File:
             if n == 0: raise ShardError(self.path, offset + done, 'the file became shorter while it was being read')
             done += n
 
-    def row(self, offset: int, out: np.ndarray):
-        "The same for a short contiguous `out`, without a detour where one call gives all of it."
-        try:
-            if os.preadv(self.fd, [out], offset) == out.nbytes: return
-        except OSError: pass
-        self.into(offset, out)
-
     def read(self, offset: int, n: int) -> bytes:
         out = np.empty(max(0, min(n, self.size + 1 - offset)), np.uint8)
         if len(out) < n: raise ShardError(self.path, self.size, f'expected {n} bytes from byte {offset}, the file ends here')
@@ -85,7 +78,7 @@ class _File:
 
     __del__ = close
 
-# %% ../nbs/00_shards.ipynb #16fdf3cc
+# %% ../nbs/00_shards.ipynb #bfa7ecdf
 class Reader:
     "Tokens of one shard. `dtype` is what `read` returns: uint16 or uint32."
     format, evidence, _index, file = '', (), None, None
@@ -101,10 +94,6 @@ class Reader:
     def read(self, start: int, stop: int) -> np.ndarray:
         "Tokens start..stop, a fresh array."
         raise NotImplementedError
-
-    def read_into(self, start: int, out: np.ndarray):
-        "Fill `out` (one dimension) with the tokens from `start` on: what a loader does a thousand times a second."
-        out[:] = self.read(start, start + len(out))
 
     def byte(self, token: int) -> int:
         "Where in the file `token` lies (for zstd: where its frame begins)."
@@ -130,9 +119,16 @@ class Reader:
         bounds = np.concatenate([np.zeros(int(shift and start == 0 < stop), np.int64), *found])
         return bounds[bounds < self.tokens]
 
+    def flat(self):
+        "The FlatReader in whose file the tokens lie as `read` gives them, or None."
+        return None
+
+    def warm(self, blocks: tuple):
+        "Read from the raw cache from now on, if it has the shard, with the sampled `blocks` that the manifest gives."
+
     def close(self): self.file.close()
 
-# %% ../nbs/00_shards.ipynb #bbe94185
+# %% ../nbs/00_shards.ipynb #12bc8be5
 class FlatReader(Reader):
     "Tokens back to back from `offset` on, stored as any integer type. `data`: the unpacked file, where that is another one."
     def __init__(self, file: _File, format: str, offset: int, tokens: int, stored='<u2', index=None, evidence=(), data=None):
@@ -143,16 +139,13 @@ class FlatReader(Reader):
         self._exact = self.stored.newbyteorder('=') == self.dtype and self.stored.isnative
 
     def byte(self, token): return self.offset + token * self.stored.itemsize if self.data is self.file else 0
+    def flat(self): return self if self._exact else None
 
     def read(self, start, stop):
         start, stop = self._span(start, stop)
         out = np.empty(stop - start, self.stored)
         self.data.into(self.offset + start * self.stored.itemsize, out)
         return out if self._exact else self._fit(out, start)
-
-    def read_into(self, start, out):
-        if not self._exact or out.dtype != self.dtype or not 0 <= start <= self.tokens - len(out): super().read_into(start, out); return
-        self.data.row(self.offset + start * self.stored.itemsize, out)
 
     def _fit(self, out, start):
         limit = np.iinfo(self.dtype).max
@@ -219,7 +212,7 @@ def _check_head(file: _File, k: int, at: int, packed: int, content: int, checksu
     if frame.content_size != content: raise ShardError(file.path, at, f'frame {k} holds {frame.content_size} bytes, the seek table says {content}')
     return True
 
-# %% ../nbs/00_shards.ipynb #bd77da17
+# %% ../nbs/00_shards.ipynb #0797089e
 class ZstReader(Reader):
     "Multi-frame zstd with a checked seek table: decompresses only the frames a read touches, and keeps the last one."
     format = 'zst'
@@ -228,10 +221,11 @@ class ZstReader(Reader):
         self.starts = np.concatenate([[0], np.cumsum(table[:, 0])])                              # byte where frame k begins
         self.first = np.concatenate([[0], np.cumsum(table[:, 1] // self.dtype.itemsize)])         # its first token
         self.tokens, self._last, self._zstd = int(self.first[-1]), (-1, None), threading.local()  # contexts are not thread-safe
-        self._work, self._raw, self.checksums = 0, None, bool((table[:, 2] >= 0).all())
+        self._work, self._given, self._raw, self.checksums = 0, 0, None, bool((table[:, 2] >= 0).all())  # bytes decompressed, tokens read
 
     def _frame_of(self, token): return int(np.searchsorted(self.first, token, 'right')) - 1
     def byte(self, token): return int(self.starts[min(self._frame_of(token), len(self.starts) - 1)])
+    def flat(self): return self._raw or None
 
     def _frame(self, k: int) -> np.ndarray:
         last, tokens = self._last
@@ -248,21 +242,25 @@ class ZstReader(Reader):
 
     def read(self, start, stop):
         start, stop = self._span(start, stop)
-        if self._raw is None and self._work > 4 * self.tokens * self.dtype.itemsize: self._raw = self._unpacked()
-        return self._raw.read(start, stop) if self._raw else self._decode(start, stop)
+        if self._raw is None and self._work > (self.tokens + self._given) * self.dtype.itemsize: self._raw = self._unpacked() or False  # tried once
+        if self._raw: return self._raw.read(start, stop)
+        self._given += stop - start
+        return self._decode(start, stop)
 
-    def read_into(self, start, out):
-        if self._raw: self._raw.read_into(start, out)
-        else: super().read_into(start, out)
-
-    def _unpacked(self) -> Reader | bool:
-        "The shard in the raw cache, or False (then this is not tried again)."
+    def _unpacked(self) -> Reader | None:
+        "The shard in the raw cache, if it can be had."
         pieces = (self._decode(a, min(a + FRAME_TOKENS, self.tokens)) for a in range(0, self.tokens, FRAME_TOKENS))
-        try: raw = _from_cache(self.file) or _to_cache(self.file, self.tokens * self.dtype.itemsize, pieces, evict=False)
+        try: return self._over(_from_cache(self.file) or _to_cache(self.file, self.tokens * self.dtype.itemsize, pieces, evict=False))
         except ShardError: raise
-        except UserError: return False
-        if not raw or raw.size != self.tokens * self.dtype.itemsize + 8: return False
-        return FlatReader(self.file, 'zst', 0, self.tokens, self.dtype, data=raw)
+        except UserError: return None
+
+    def _over(self, raw: _File | None) -> Reader | None:
+        if raw and raw.size == self.tokens * self.dtype.itemsize + 8: return FlatReader(self.file, 'zst', 0, self.tokens, self.dtype, data=raw)
+
+    def warm(self, blocks):
+        try: raw = self._over(_from_cache(self.file))
+        except UserError: return                        # damaged: the shard itself is good
+        if raw and _sample_blocks(raw) == tuple(blocks): self._raw = raw
 
     def _decode(self, start, stop):
         out = np.empty(stop - start, self.dtype)
@@ -369,7 +367,7 @@ def _content_size(file: _File) -> tuple[int | None, bool]:
     if total and total > max(64 << 20, MAX_RATIO * file.size): raise ShardError(file.path, 0, f'promises to unpack to {total} bytes: no shard of tokens')
     return total, checksums
 
-# %% ../nbs/00_shards.ipynb #6039a912
+# %% ../nbs/00_shards.ipynb #1412abe9
 class ZstStream(Reader):
     "zstd that cannot be read in the middle: `blocks` streams it, the first `read` unpacks it to the raw cache."
     format = 'zst'
@@ -382,6 +380,7 @@ class ZstStream(Reader):
         if raw and raw.size - 8 == size: self._raw = FlatReader(file, 'zst', 0, self.tokens, self.dtype, data=raw)
 
     def byte(self, token): return 0
+    def flat(self): return self._raw
 
     def read(self, start, stop):
         start, stop = self._span(start, stop)
@@ -824,7 +823,7 @@ def _relative(path: str) -> str:
     if not path or p.is_absolute() or '..' in p.parts or '\0' in path or str(p) != path: raise UserError(f"{path!r:.200} is not a plain path below the manifest's folder")
     return path
 
-# %% ../nbs/00_shards.ipynb #53ad8b78
+# %% ../nbs/00_shards.ipynb #c58f0a57
 @dataclass(frozen=True)
 class Manifest:
     "The corpus: which shards, in which order, and what they must hold."
@@ -863,14 +862,10 @@ class Manifest:
     def _dtype(self): return np.dtype('uint32' if any(s.dtype == 'uint32' for s in self.shards) else 'uint16')
 
     def rows(self, shards, starts, length: int) -> np.ndarray:
-        "`length` tokens from `starts[i]` on of `shards[i]`, as (len(shards), length)."
-        out, readers = np.empty((len(shards), length), self._dtype), {}
-        for row, shard, start in zip(out, shards, starts, strict=True):
-            if (reader := readers.get(shard)) is None:
-                if len(readers) >= 128: readers.clear()            # open files stay bounded
-                reader = readers[shard] = self._pool.reader(shard)
-            reader.read_into(start, row)
-        return out
+        "`length` tokens from `starts[i]` on of `shards[i]`, as (len(shards), length): faster together than by `read`."
+        most = self._pool.limit
+        parts = [self._pool.rows(shards[a:a + most], starts[a:a + most], length, self._dtype) for a in range(0, len(shards), most)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, length), self._dtype), *parts])
 
     def __reduce__(self): return Manifest, (self.root, self.shards, self.tokenizer, self.vocab_size, self.eos, self.meta)
 
@@ -969,18 +964,41 @@ def check_shard(manifest: Manifest, i: int, full: bool = False, unpack: bool = T
         if moved: _quiet(note.parent.mkdir, 0o777, True, True); _quiet(note.touch)
     return reader
 
-# %% ../nbs/00_shards.ipynb #60e859cb
+# %% ../nbs/00_shards.ipynb #28c995d3
 class _Pool:
     "The open readers of a manifest, the least recently used closed beyond `limit` (open files and frames in memory are bounded)."
     limit = 256
     def __init__(self, manifest): self.manifest, self.open, self.lock = manifest, OrderedDict(), threading.Lock()
-    def reader(self, i: int) -> Reader:
+    def reader(self, i: int) -> Reader: return self.readers([i])[i]
+
+    def readers(self, shards) -> dict[int, Reader]:
+        "Those of the shards named: at most `limit`, so that none of them is closed for another."
         with self.lock:
-            if i in self.open: self.open.move_to_end(i); return self.open[i]
-            if not 0 <= i < len(self.manifest.shards): raise UserError(f'shard {i} asked for, the manifest has {len(self.manifest.shards)}')
-            self.open[i] = check_shard(self.manifest, i)
-            if len(self.open) > self.limit: self.open.popitem(last=False)      # closes itself when its last user lets go
-            return self.open[i]
+            for i in (out := dict.fromkeys(shards)):
+                if i in self.open: self.open.move_to_end(i)
+                elif not 0 <= i < len(self.manifest.shards): raise UserError(f'shard {i} asked for, the manifest has {len(self.manifest.shards)}')
+                else:
+                    self.open[i] = check_shard(self.manifest, i)
+                    self.open[i].warm(self.manifest.shards[i].blocks)
+                    if len(self.open) > self.limit: self.open.popitem(last=False)      # closes itself when its last user lets go
+                out[i] = self.open[i]
+            return out
+
+    def rows(self, shards, starts, length, dtype) -> np.ndarray:
+        """Where all tokens lie in files as they are: one system call a row.
+        Not by mapping the files: one that becomes shorter would end the process instead of being an error."""
+        readers = self.readers(shards)
+        flat = {i: r.flat() for i, r in readers.items()}
+        widths = {f and f.dtype.itemsize for f in flat.values()}
+        if len(widths) == 1 and (width := widths.pop()):
+            pread, n, where = os.pread, length * width, {i: (f.data.fd, f.offset, f.tokens - length) for i, f in flat.items()}
+            try: raw = bytearray().join([pread(fd, n, at + width * a) for i, a in zip(shards, starts, strict=True) for fd, at, last in [where[i]] if 0 <= a <= last])
+            except OSError: raw = b''
+            if len(raw) == n * len(shards): return np.frombuffer(raw, f'u{width}').reshape(len(shards), length).astype(dtype, copy=False)
+        out = np.empty((len(shards), length), dtype)
+        for k in sorted(range(len(shards)), key=lambda k: (shards[k], starts[k])):      # a frame is decompressed once; what is wrong is said here
+            out[k] = readers[shards[k]].read(starts[k], starts[k] + length)
+        return out
 
 # %% ../nbs/00_shards.ipynb #dd2c6a3a
 def describe_shard(root, path, vocab_size: int, domain: str, format=None, dtype=None) -> Shard:

@@ -69,6 +69,25 @@ def test_batch_is_a_pure_function_of_the_step(manifest, order, truth):
         assert b.domains == {d: [s.domain for s in b.spans].count(d) for d in b.domains}
 
 
+def test_reading_on_and_jumping_place_the_same_rows(manifest, order):
+    "Steps are placed ahead, more and more of them while reading goes on."
+    loader, ends = Loader(order, manifest), []
+    for step in [*range(30), 1000, 1001, *range(7, 19), 10**6, *range(3)]:
+        assert list(loader.batch(step).spans) == order.spans(step)
+        ends.append(loader._placed[0] + len(loader._placed[1]))
+    assert ends[29] > 60 and ends[30] == 1001
+
+
+def test_a_batch_crosses_processes_narrow(manifest, order):
+    b = Loader(order, manifest).batch(3)
+    for tokens in (b.tokens, b.tokens + 70_000, b.tokens - 100, b.tokens << 33, b.tokens.int(), b.tokens[:, ::2], b.tokens[:0], None):
+        sent = b._replace(tokens=tokens)
+        got = pickle.loads(pickle.dumps(sent))
+        assert type(got) is Batch and repr(got[1:]) == repr(sent[1:])
+        assert got.tokens is None if tokens is None else torch.equal(got.tokens, tokens) and got.tokens.dtype == tokens.dtype
+    assert len(pickle.dumps(b)) < b.tokens.nbytes
+
+
 @pytest.mark.parametrize('world', [1, 2, 3, 4, 6, 12])
 def test_ranks_read_the_same_global_batch(manifest, order, truth, world):
     loaders = [Loader(order, manifest, rank, world) for rank in range(world)]

@@ -111,6 +111,30 @@ def test_a_shard_read_at_random_moves_to_the_raw_cache(tmp_path, cache):
     assert shard._work <= 6 * tokens.nbytes
 
 
+def test_a_shard_read_in_order_never_moves_to_the_raw_cache(tmp_path, cache):
+    write_shard(tmp_path / 'x.u16.zst', token_sample(4 * FRAME_TOKENS))
+    shard = open_shard(tmp_path / 'x.u16.zst')
+    for _ in range(5):
+        for a in range(0, shard.tokens, 1024): shard.read(a, a + 1024)
+    assert shard._work == 5 * 8 * FRAME_TOKENS and not shard._raw and not cache.exists()
+
+
+def test_what_another_run_unpacked_is_used_if_it_is_right(tmp_path, cache):
+    tokens = token_sample(4 * FRAME_TOKENS)
+    write_shard(tmp_path / 'corpus' / 'a' / 'x.u16.zst', tokens)
+    m = build_manifest(tmp_path / 'corpus', 'bytes', 1 << 16, None)
+    again = lambda: Manifest(m.root, m.shards, m.tokenizer, m.vocab_size, m.eos)
+    for i in range(0, 200_000, 1000): m.read(0, i * 7919 % 200_000, i * 7919 % 200_000 + 9)
+    raw, = (cache / 'raw').iterdir()
+    warm = again().reader(0)
+    work = warm._work                                                   # of the check
+    assert np.array_equal(warm.read(150_000, 250_000), tokens[150_000:250_000]) and warm._work == work
+    for damage in (lambda: raw.write_bytes(bytes(tokens.nbytes) + raw.read_bytes()[-8:]), lambda: os.truncate(raw, 1000), raw.unlink):
+        damage()
+        cold = again().reader(0)
+        assert np.array_equal(cold.read(150_000, 250_000), tokens[150_000:250_000]) and cold._work > work
+
+
 def test_the_raw_cache_is_limited_and_never_evicts_for_a_seekable_shard(tmp_path, cache, monkeypatch):
     tokens = token_sample(100_000)
     monkeypatch.setenv('SHOHIN_CACHE_GB', '0.0005')                     # two and a half of these
@@ -426,3 +450,41 @@ def test_loading_ten_thousand_shards_is_quick_and_touches_no_file(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - start < 2 and len(m.shards) == 10_000
     with pytest.raises(UserError, match='No such file'): m.read(0, 0, 1)
     with pytest.raises(UserError, match='No such file'): check_shard(m, 1)
+
+
+# ---- many rows at once ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('kinds', [['llmc'], ['u16.zst'], None])
+def test_rows_of_more_shards_than_may_be_open(tmp_path, kinds):
+    "All formats beside each other, more shards than may be open, any order, rows repeated."
+    rng, made = np.random.default_rng(0), [k for k in FORMATS if 'raw' not in k] if kinds is None else kinds * 5
+    for i, kind in enumerate(made):
+        (folder := tmp_path / f'd{i % 2}' / f'{i:02d}').mkdir(parents=True)
+        write(kind, folder, token_sample(60_000 + 1000 * i, seed=i, wide=FORMATS[kind].wide))
+    m = build_manifest(tmp_path, 'bytes', 1 << 31, None)
+    assert len(m.shards) >= 5
+    m._pool.limit = 3
+    for _ in range(12):                                                 # until shards are unpacked, too
+        shard = rng.integers(0, len(m.shards), 40).tolist()
+        start = [int(rng.integers(0, m.shards[s].tokens - 256)) if rng.random() < .8 else m.shards[s].tokens - 257 for s in shard]
+        got = m.rows(shard, start, 257)
+        assert got.shape == (40, 257) and got.flags.writeable
+        for row, s, a in zip(got, shard, start, strict=True): assert np.array_equal(row, m.read(s, a, a + 257))
+    assert len(m._pool.open) <= 3
+
+
+@pytest.mark.parametrize('suffix', ['.bin', '.u16.zst'])
+def test_rows_refuse_what_read_refuses(tmp_path, suffix):
+    for i in range(3): write_shard(tmp_path / 'd' / f'{i}{suffix}', token_sample(30_000, seed=i))
+    m = build_manifest(tmp_path, 'bytes', 1 << 16, None)
+    assert m.rows([], [], 9).shape == (0, 9) and m.rows([2, 0], [29_991, 0], 9).shape == (2, 9)
+    for shard, start in [(1, 29_992), (1, -1), (1, 1 << 40)]:
+        with pytest.raises(ShardError, match=rf'd/1{suffix}: byte \d+: tokens .* asked for, the shard holds 30000'): m.rows([0, shard, 2], [5, start, 5], 9)
+    for shard in (3, -1):
+        with pytest.raises(UserError, match=f'shard {shard} asked for'): m.rows([0, shard], [5, 5], 9)
+    os.truncate(tmp_path / 'd' / f'1{suffix}', 600)
+    with pytest.raises(ShardError, match=f'd/1{suffix}: byte'): Manifest(m.root, m.shards, m.tokenizer, m.vocab_size, m.eos).rows([0, 1, 2], [5, 20_000, 5], 9)
+    if suffix == '.bin':                                                # the other has its frame in memory
+        with pytest.raises(ShardError, match=r'd/1.bin: byte 41024: the file became shorter'): m.rows([0, 1, 2], [5, 20_000, 5], 9)
+        m.reader(0).close()
+        with pytest.raises(ShardError, match=r'd/0.bin: byte 41024: cannot be read: Bad file'): m.rows([2, 0], [5, 20_000], 9)
