@@ -132,7 +132,7 @@ def _runs(x: np.ndarray) -> np.ndarray:
     np.not_equal(x[1:], x[:-1], out=edge[1:-1])
     return np.diff(np.flatnonzero(edge)) if len(x) else np.zeros(0, np.int64)
 
-# %% ../nbs/03_peek.ipynb #17629ec9
+# %% ../nbs/03_peek.ipynb #b0317da6
 _DIGITS, _SPACE, _LATEX = ([ord(c) for c in chars] for chars in ('0123456789', ' \t\n\r\f\v', '\\{}$^_&'))
 
 def text_stats(text: str) -> dict:
@@ -142,14 +142,14 @@ def text_stats(text: str) -> dict:
     counts = np.bincount(chars, minlength=129)  # how often each ASCII character, and all others together
     share = lambda codes: float(counts[codes].sum() / max(len(chars), 1))
     return dict(digits=share(_DIGITS), whitespace=share(_SPACE), non_ascii=share([128]), latex=share(_LATEX),
-                zlib=len(zlib.compress(raw, 1)) / len(raw) if raw else 1.)
+                zlib=len(zlib.compress(raw)) / len(raw) if raw else 1.)
 
-# %% ../nbs/03_peek.ipynb #1d2d9e74
+# %% ../nbs/03_peek.ipynb #52e9f3a2
 def row_stats(tokens: np.ndarray, text: str, eos: int | None = None) -> dict:
-    "Statistics of one row: of its ids and of their text (zlib: bytes compressed at level 1 / bytes; low means repetitive)."
+    "Statistics of one row: of its ids and of their text (zlib: compressed bytes / bytes; low means repetitive)."
     return token_stats(tokens, eos) | text_stats(text)
 
-# %% ../nbs/03_peek.ipynb #2996962a
+# %% ../nbs/03_peek.ipynb #29f17d04
 def batch_stats(tokens: np.ndarray, decode: Callable, eos: int | None = None) -> dict:
     "Statistics of a batch of ids (B, T) pooled over rows, with the extremes of single rows as *_min and *_max."
     tokens = np.asarray(tokens)
@@ -157,9 +157,8 @@ def batch_stats(tokens: np.ndarray, decode: Callable, eos: int | None = None) ->
 
 def _pool(tokens, texts, eos, rows=None):
     rows = rows or [row_stats(row, text, eos) for row, text in zip(tokens, texts, strict=True)]
-    of, chars = lambda k: [r[k] for r in rows], [len(t) for t in texts]
-    text = {k: float(np.average(of(k), weights=chars)) if any(chars) else float(k == 'zlib') for k in ('digits', 'whitespace', 'non_ascii', 'latex', 'zlib')}
-    return token_stats(tokens, eos) | text | dict(longest_run=max(of('longest_run')),
+    of = lambda k: [r[k] for r in rows]
+    return row_stats(tokens, ''.join(texts), eos) | dict(longest_run=max(of('longest_run')),
         entropy_min=min(of('entropy')), entropy_max=max(of('entropy')), zlib_min=min(of('zlib')), zlib_max=max(of('zlib')))
 
 # %% ../nbs/03_peek.ipynb #7073de1a
