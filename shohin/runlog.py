@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'RANK', 'COLUMNS', 'EVAL_WORDS', 'LOSS_WORDS', 'OTHER_EVAL', 'NOT_LOSS', 'DOMAIN', 'COUNTS', 'NAN', 'DIGITS',
-           'VALUE', 'SUFFIX', 'NUMBER', 'SEPARATOR', 'ANSI', 'UNIT', 'EVAL_LINE', 'BAR', 'EPOCH', 'LEVANTER',
+           'VALUE', 'SUFFIX', 'NUMBER', 'SEPARATOR', 'ANSI', 'UNIT', 'EVAL_LINE', 'BARS', 'EPOCH', 'LEVANTER',
            'DIALECTS', 'CLICHES', 'FACTS', 'DIGIT', 'HINT', 'BLOCK', 'REMARKS', 'MAX_TEXT', 'PHASE', 'RUN', 'DECISION',
            'MAX_DOCUMENT', 'CHUNK', 'HEAD', 'MAX_LINE', 'FILES', 'classify', 'number', 'floats', 'explicit', 'scan',
            'Rows', 'Shape', 'remark', 'TextReader', 'squash', 'applied_mask', 'RecordReader', 'JsonlReader',
@@ -125,13 +125,15 @@ def explicit(values: np.ndarray, column=None) -> np.ndarray:
         if v is not None and (isinstance(v, float) or (isinstance(v, str) and number(v) is not None)): values[i] = np.inf
     return values
 
-# %% ../nbs/30_runlog.ipynb #7ead6a04
+# %% ../nbs/30_runlog.ipynb #c75e5072
 NUMBER = re.compile(rf'(?<![\w.])({VALUE})([KMGBT](?![A-Za-z]))?')
 SEPARATOR = re.compile(r'[|,;()\[\]{}<>\t]| {2,}| - ')
 ANSI = re.compile(r'\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])')
 UNIT = re.compile(r'\s*(tok(?:ens)?/s(?:ec)?)\b')
 EVAL_LINE = re.compile(r'(?i)(?<![\w./])(val|valid|validation|validating|validate|eval|evaluation|evaluating|test)(?![\w./])')
-BAR = re.compile(r'(?:[|%].{0,200}?(?<![\w.])|^\W*)(\d+)/(\d+) \[|(?<![\w./])(\d+)/ *(\d+) batches\b|logging_writer\S* \[(\d+)\]')
+BARS = [re.compile(p) for p in (                   # a step that has no name, perhaps of so many: tqdm, Keras, [ 10/5005], 10/300 batches, clu, '12 | loss', '[12] loss'
+    r'[|%].{0,200}?(?<![\w.])(\d+)/(\d+) \[', r'^\W*(\d+)/(\d+) \[', r'\[ *(\d+)/(\d+)\b(?![/\d]| \d\d:)', r'(?<![\w./])(\d+)/ *(\d+) batches\b',
+    r'logging_writer\S* \[(\d+)\]()', r'(?i)^\W{0,8}(\d+)\W{1,4}(?:train\w*[ /_])?loss\b()')]
 EPOCH = re.compile(r'(?i)\bepochs?\b[ \t:=\[#]{0,3}(\d+)(?![\d.])')
 LEVANTER = re.compile(r'Progress on:\s*train (?:\s*)([\d.]+[kKMG]?)it/([\d.]+[kKMG]?)it')
 
@@ -217,7 +219,7 @@ class Shape:
         self.pieces.append(rows.pieces[-1]); self.total += len(self.lines)
         self.lines, self.values = [], []
 
-# %% ../nbs/30_runlog.ipynb #cabf08ed
+# %% ../nbs/30_runlog.ipynb #e2e863ae
 DIALECTS = [(name, re.compile(pattern)) for name, pattern in (
     ('shohin', r'^(?:\[[\w:]+\] )?step \d+ loss \S+ gnorm '),
     ('Megatron', r'iteration\s+\d+/\s*\d+ \|.*(?:consumed samples|elapsed time per iteration)'),
@@ -237,7 +239,7 @@ CLICHES = {'restart': re.compile(r'(?i)\b(?:resum(?:e|ed|ing)\b|(?:re)?load(?:ed
            'skip': re.compile(r'(?i)overflow.{0,80}skip|skip(?:ping|ped)? (?:the |this |optimizer )*(?:step|update|batch)')}
 FACTS = {'tokens_per_step': re.compile(r'(?i)tokens per (?:iteration|step|batch|update)[^\d\n]{0,20}([\d,]{3,})|(?:total|global)[ _]batch[ _]size[^\d\n]{0,24}([\d,]{5,})')}
 DIGIT = re.compile(r'[0-9]')
-HINT = re.compile(r'(?i)step|iter|loss|update|batch|s:\d|progress on|\d+/\d+ \[|lr|norm|bpb')
+HINT = re.compile(r'(?i)step|iter|loss|update|batch|s:\d|progress on|\d+/\d+ \[|lr|norm|bpb|^\d+ (?:train|val) \d')
 BLOCK = re.compile(rf'^\s+([^=:]+?(?:/[^=:]+?)?(?:\([^)]*\))?)\s*[=:]\s*({VALUE}[KMGBT]?)\s*%?$')
 REMARKS = ('resum', 'checkpoint', 'ckpt', 'restor', 'restart', 'skip', 'tokens per', 'batch')      # quick: most lines have none of them
 MAX_TEXT = 16384                                   # longer lines are no rows of text; JSON lines may be longer
@@ -260,13 +262,14 @@ def remark(rows: Rows, line: str, i: int) -> bool:
             if value and value >= 1000: rows.facts[fact] = (value, i)
     return skipped
 
-# %% ../nbs/30_runlog.ipynb #69ecd74c
+# %% ../nbs/30_runlog.ipynb #bbe6f2b5
 class TextReader:
     "Lines of text, fed in any portions, to `rows`. `mapping` {column: name} adds names that are not known."
     def __init__(self, rows: Rows, mapping: dict | None = None):
         self.rows, self.shapes, self.names = rows, [], {v: k for k, v in (mapping or {}).items()}
         self.block = self.held = None               # (line, {name: value}, dialect) of a many-line record; a wrapped line
-        self.last_step, self.bar, self.skip = None, None, False
+        self.last_step, self.step_line, self.bar, self.skip = None, None, None, False
+        self.first_epoch = None
         self.ignored = []                          # shapes of lines that hold nothing, such as a trainer's timers
         self.stepless, self.found = [], False       # losses without a step, used only when no line has both
 
@@ -292,7 +295,9 @@ class TextReader:
         for shape in self.shapes: shape.flush(self.rows)
         self._drop_torn()
         if not self.found and len(self.stepless) >= 5:
-            if any(v['step'] == v['step'] for _, v in self.stepless): self.rows.facts['epochs'] = (1, 1)
+            epochs = {v['step'] for _, v in self.stepless if v['step'] == v['step']}
+            if len(epochs) > 0.8 * len(self.stepless): self.rows.facts['epochs'] = (1, 1)
+            else: self.stepless = [(i, v | {'step': math.nan}) for i, v in self.stepless]          # many rows an epoch
             for i, values in self.stepless: self.rows.row(i, values)
         self.rows.flush()
 
@@ -341,12 +346,16 @@ def _release(self):
 
 TextReader._scan, TextReader.slow, TextReader._continue, TextReader._release = _scan_known, _slow, _continue, _release
 
-# %% ../nbs/30_runlog.ipynb #36922f02
+# %% ../nbs/30_runlog.ipynb #8bc47342
 def _remark(self, line: str, i: int): self.skip |= remark(self.rows, line, i)
 
 def _row(self, line: str, i: int, whole: bool = False):
     "A line with numbers: a row, the head of a block, an evaluation, a progress bar, or none of them."
     if re.match(r's:\d+ eval:', line): return             # llm.c: the accuracy on HellaSwag
+    if m := re.fullmatch(rf'(\d+) (train|val) ({VALUE})\s*', line):      # build-nanogpt
+        self.found = True
+        self.rows.count('key-value lines')
+        return self.rows.row(i, {'step': number(m[1]), f'{m[2]}_loss': number(m[3])})
     rows, pairs, extra = self.rows, self._scan(line), {}
     kinds = {k: self.names.get(k) or (classify(k) or (None,))[0] for k, _ in pairs}
     for k in kinds: rows.seen[k] = rows.seen.get(k, 0) + 1
@@ -358,9 +367,16 @@ def _row(self, line: str, i: int, whole: bool = False):
         pairs = [p for p in pairs if kinds[p[0]] != 'step' or p[1] is best[1]]
         self.last_step = number(best[1][0])
         if (of := re.match(r'\s*/\s*(\d+)', line[best[1].end():])) and len(of[1]) < 16: rows.facts.setdefault('total_steps', (int(of[1]), i))
-    elif m := BAR.search(line):
-        self.bar = extra['step'] = int(m[1] or m[3] or m[5])
+    elif m := next((m for bar in BARS if (m := bar.search(line))), None):
+        epoch = EPOCH.search(line) if m[2] else None
+        if epoch and self.first_epoch is None: self.first_epoch = int(epoch[1])
+        self.bar = extra['step'] = int(m[1]) + ((int(epoch[1]) - self.first_epoch) * int(m[2]) if epoch else 0)
+        plain = None if epoch else next((x for x in NUMBER.finditer(line) if x.start() == m.start(1)), None)
+        if plain and any(k in ('loss', 'eval') for k in kinds.values()):       # as if it had a name: then the next lines like it are quick
+            self.bar = None; del extra['step']
+            pairs, steps, kinds = sorted([('step', plain), *(p for p in pairs if p[1].start() != plain.start())], key=lambda p: p[1].start()), [('step', plain)], kinds | {'step': 'step'}
     metrics = [k for k in kinds if kinds[k] not in (None, 'step', 'time', 'throughput', 'tokens')]
+    if steps and not metrics and re.fullmatch(r'\s*-?\s*["\']?\w*(?:step|iter\w*)["\']?\s*:\s*\d+,?\s*', line): self.step_line = i      # YAML: the loss is on one of the next lines
     if not metrics or (not steps and 'step' not in extra and 'eval' not in kinds.values() and 'loss' not in kinds.values()):
         if steps and not whole and '|' in line and 'iteration' in line: self.held = (i, line); return
         if steps and not metrics and line.rstrip().endswith(']') | line.rstrip().endswith(']:'):
@@ -376,6 +392,7 @@ def _row(self, line: str, i: int, whole: bool = False):
         if 'loss' in kinds.values():                         # a record without a step: a bar before it may have said
             epoch = EPOCH.search(line)
             if not epoch and line.lstrip()[:1] != '{' and not re.match(r'(?i)\W*(train\w*[ _])?loss\b', line): return self._remark(line, i)
+            if self.step_line is not None and i - self.step_line <= 12: self.bar, self.step_line = self.last_step, None
             if self.bar is None:
                 if len(self.stepless) < 1_000_000: self.stepless.append((i, {'step': float(epoch[1]) if epoch else math.nan} | {k: number(m[0]) for k, m in pairs}))
                 return
@@ -511,14 +528,17 @@ class JsonlReader(RecordReader):
 
     def close(self): self.rows.flush()
 
-# %% ../nbs/30_runlog.ipynb #5b543f36
+# %% ../nbs/30_runlog.ipynb #e47752b7
 MAX_DOCUMENT = 1 << 25
 
 def find_records(doc, depth: int = 0) -> list[dict]:
     "The longest list of dicts in a JSON document; columns given as lists, or as {row: value}, are turned round."
     if isinstance(doc, list):
         rows = [d for d in doc if isinstance(d, dict)]
+        if rows and 'x' in rows[0] and 'y' in rows[0]: return max((find_records(d, depth + 1) for d in rows), key=len)
         if rows: return rows
+        if len(doc) > 2 and all(isinstance(d, list) and len(d) == len(doc[0]) and all(isinstance(x, (int, float)) for x in d) for d in doc) and len(doc[0]) in (2, 3):
+            return [{'step': d[-2], 'loss': d[-1]} for d in doc]          # TensorBoard's download: wall time, step, value
         return [{'loss': v} for v in doc] if len(doc) > 2 and all(isinstance(v, (int, float)) for v in doc) else []
     if not isinstance(doc, dict): return []
     if isinstance(doc.get('columns'), list) and isinstance(doc.get('data'), list):
@@ -528,6 +548,9 @@ def find_records(doc, depth: int = 0) -> list[dict]:
     if lists and any(classify(str(k))[0] in ('loss', 'eval') for k in lists):
         n = max(map(len, lists.values()))
         return [{k: v[i] for k, v in lists.items() if i < len(v)} for i in range(n)]
+    x, y = doc.get('x'), doc.get('y')                             # a curve as plotting libraries keep it
+    if isinstance(x, list) and isinstance(y, list) and len(x) == len(y) > 2 and all(isinstance(v, (int, float)) for v in (*x, *y)):
+        return [{'step': a, 'loss': b} for a, b in zip(x, y, strict=True)]
     if depth > 4: return []
     return max((find_records(v, depth + 1) for v in doc.values() if isinstance(v, (list, dict))), key=len, default=[])
 
@@ -1164,7 +1187,7 @@ class Lines:
         self.number += len(lines)
         return lines, first
 
-# %% ../nbs/30_runlog.ipynb #1b640f22
+# %% ../nbs/30_runlog.ipynb #602cb5f4
 def open_stream(path) -> io.BufferedIOBase:
     "The bytes of a log, unpacked if they are gzip or zstd; '-' is standard input."
     if str(path) == '-': return io.BufferedReader(sys.stdin.buffer) if not isinstance(sys.stdin.buffer, io.BufferedReader) else sys.stdin.buffer
@@ -1188,9 +1211,10 @@ def detect(head: bytes, path='', mapping=None) -> tuple[str, str]:
     encoding = 'utf-16' if head[:2] in (b'\xff\xfe', b'\xfe\xff') else 'utf-8-sig' if head[:3] == b'\xef\xbb\xbf' else 'utf-8'
     if not head.strip(b' \t\r\n\x00'): raise UserError(f'{visible(path)}: empty, nothing to read')
     if encoding != 'utf-16':
-        odd = sum(head.count(bytes([c])) for c in (*range(1, 7), *range(14, 27), *range(28, 32), 127)) + head.count(b'\x00')
-        wrong = head.decode('utf-8', 'replace').count('\ufffd')
-        if odd > 0.02 * len(head) or wrong > 0.1 * len(head): raise UserError(f'{visible(path)}: binary data, not a training log')
+        text = re.sub(rb'\x00{64,}', b'', head)                     # what a crash or a rotation leaves in the middle of a file
+        odd = sum(text.count(bytes([c])) for c in (*range(1, 7), *range(14, 27), *range(28, 32), 127)) + text.count(b'\x00')
+        wrong = text.decode('utf-8', 'replace').count('\ufffd')
+        if odd > 0.02 * len(text) or wrong > 0.1 * len(text): raise UserError(f'{visible(path)}: binary data, not a training log')
     lines = [line for line in head.decode(encoding, 'replace').replace('\r', '\n').split('\n') if line.strip()]
     whole = (lines if len(head) < HEAD else lines[:-1])[:200] or lines
     objects = 0

@@ -317,6 +317,16 @@ WILD = {  # name: (text, rows, first step, last step, what a note must say)
     'Keras bars': (''.join(f'{s}/300 [====>.....] - ETA: 1:00 - loss: {falling(s):.4f} - accuracy: 0.5\n' for s in range(1, 90)), 89, 1, 89, ''),
     'batches of an epoch': (''.join(f'| epoch   1 | {s:6d}/   300 batches | lr 0.00030 | ms/batch 12.3 | loss {falling(s):5.2f} | ppl 12.3\n' for s in range(1, 90)), 89, 1, 89, ''),
     'clu': (''.join(f'I0101 10:00:00.123456 140 logging_writer.py:48] [{s}] accumulator=1, learning_rate=0.001, loss={falling(s):.5f}\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'ImageNet example': (''.join(f'Epoch: [{e}][{s:4d}/50]\tTime  0.520 ( 0.731)\tData  0.012 ( 0.101)\tLoss {falling(50 * e + s):.4e} ({falling(50 * e + s):.4e})\tAcc@1   0.39 (  0.11)\n' for e in range(3) for s in range(50)), 150, 0, 149, ''),
+    'MNIST example': (''.join(f'Train Epoch: 1 [{s}/60000 ({s / 600:.0f}%)]\tLoss: {falling(s):.6f}\n' for s in range(0, 900, 10)), 90, 0, 890, ''),
+    'llama2.c': (''.join(f'{s} | loss {falling(s):.4f} | lr 5.0e-04 | 123.40ms | mfu 12.33%\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'build-nanogpt': (''.join(f'{s} train {falling(s):.6f}\n' + (f'{s} val {falling(s):.4f}\n{s} hella 0.25\n' if s % 20 == 0 else '') for s in range(1, 90)), 89, 1, 89, ''),
+    'a bar behind the loss': (''.join(f'\rloss {falling(s):.4f}: {s:3d}%|#  | {s}/300 [00:10<00:20, 9.5it/s]' for s in range(1, 90)) + '\n', 89, 1, 89, ''),
+    'a step in brackets': (''.join(f'[{s:5d}] loss={falling(s):.4f} lr=3e-4\n' for s in range(1, 90)), 89, 1, 89, ''),
+    'YAML': (''.join(f'- step: {10 * s}\n  lr: 0.1\n  loss: {falling(10 * s):.4f}\n' for s in range(1, 90)), 89, 10, 890, ''),
+    'TensorBoard download': (json.dumps([[1.7e9 + s, s, falling(s)] for s in range(1, 90)]), 89, 1, 89, ''),
+    'a curve': (json.dumps({'data': [{'name': 'loss', 'x': list(range(1, 90)), 'y': [falling(s) for s in range(1, 90)]}]}), 89, 1, 89, ''),
+    'zeros of a crash': (''.join(f'step {s} loss {falling(s):.4f}\n' for s in range(1, 50)) + '\0' * 5000 + ''.join(f'step {s} loss {falling(s):.4f}\n' for s in range(50, 90)), 89, 1, 89, ''),
     'epochs only': (''.join(f'[Epoch {s}] Train Loss: {falling(s):.4f} | Val Loss: {falling(s):.4f}\n' for s in range(1, 90)), 89, 1, 89, 'numbered by their epoch'),
     'one named part of the loss': (''.join(json.dumps({'global_step': s, 'loss/out': falling(s), 'optim/lr': 3e-4}) + '\n' for s in range(1, 90)), 89, 1, 89, ''),
     'steps of an epoch': (''.join(f'step {s} loss {falling(100 * e + s):.4f}\n' for e in range(5) for s in range(100)), 500, 0, 499, 'numbered through'),
@@ -334,6 +344,12 @@ def test_wild_shapes(name, tmp_path):
     assert np.abs(log.loss - falling(log.step)).max() < 0.011
     assert log.skipped is None or not log.skipped.any()
     assert not note or any(note in x for x in log.notes), log.notes
+
+
+def test_many_rows_an_epoch_are_numbered(tmp_path):
+    (tmp_path/'log').write_text(''.join(f'Epoch {e}: loss {falling(30 * e + s):.4f}\n' for e in range(3) for s in range(30)))
+    log = read_log(tmp_path/'log')
+    assert log.step.tolist() == list(range(1, 91)) and any('rows are numbered' in n for n in log.notes)
 
 
 def test_runs_of_equal_length_are_no_epochs(tmp_path):
