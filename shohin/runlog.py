@@ -190,7 +190,7 @@ class Rows:
 
     def count(self, what: str, n: int = 1): self.counts[what] = self.counts.get(what, 0) + n
 
-# %% ../nbs/30_runlog.ipynb #8830b287
+# %% ../nbs/30_runlog.ipynb #834d707b
 _HOLE = rf'[-+]?\d[\d.,]*(?:[eE][-+]?\d+)?|[-+]?(?:\.\d+|{NAN})'     # VALUE, quicker: what it lets through, `number` judges
 def _literal(text: str) -> str:
     "A pattern for the text between two values: digits and blanks may vary, nothing else."
@@ -214,6 +214,7 @@ class Shape:
         if not self.lines: return
         columns = {k: explicit(floats(v)) for k, v in zip(self.names, zip(*self.values, strict=True), strict=True)}
         columns |= {k: np.full(len(self.lines), v) for k, v in self.extra.items()}
+        if '__epoch' in columns: columns['step'] = columns['step'] + (columns.pop('__epoch') - columns.pop('__first')) * columns.pop('__per')
         rows.add(self.lines, columns)
         rows.count(self.dialect, len(self.lines))
         self.pieces.append(rows.pieces[-1]); self.total += len(self.lines)
@@ -346,7 +347,7 @@ def _release(self):
 
 TextReader._scan, TextReader.slow, TextReader._continue, TextReader._release = _scan_known, _slow, _continue, _release
 
-# %% ../nbs/30_runlog.ipynb #8bc47342
+# %% ../nbs/30_runlog.ipynb #7f916a08
 def _remark(self, line: str, i: int): self.skip |= remark(self.rows, line, i)
 
 def _row(self, line: str, i: int, whole: bool = False):
@@ -371,10 +372,11 @@ def _row(self, line: str, i: int, whole: bool = False):
         epoch = EPOCH.search(line) if m[2] else None
         if epoch and self.first_epoch is None: self.first_epoch = int(epoch[1])
         self.bar = extra['step'] = int(m[1]) + ((int(epoch[1]) - self.first_epoch) * int(m[2]) if epoch else 0)
-        plain = None if epoch else next((x for x in NUMBER.finditer(line) if x.start() == m.start(1)), None)
-        if plain and any(k in ('loss', 'eval') for k in kinds.values()):       # as if it had a name: then the next lines like it are quick
-            self.bar = None; del extra['step']
-            pairs, steps, kinds = sorted([('step', plain), *(p for p in pairs if p[1].start() != plain.start())], key=lambda p: p[1].start()), [('step', plain)], kinds | {'step': 'step'}
+        at = {m.start(1): 'step'} | ({epoch.start(1): '__epoch'} if epoch else {})
+        named = [(at[x.start()], x) for x in NUMBER.finditer(line) if x.start() in at]
+        if len(named) == len(at) and any(k in ('loss', 'eval') for k in kinds.values()):       # as if it had a name: then the next lines like it are quick
+            self.bar, extra = None, {'__first': float(self.first_epoch), '__per': float(m[2])} if epoch else {}
+            pairs, steps, kinds = sorted([*named, *(p for p in pairs if p[1].start() not in at)], key=lambda p: p[1].start()), [p for p in named if p[0] == 'step'], kinds | {'step': 'step', '__epoch': None}
     metrics = [k for k in kinds if kinds[k] not in (None, 'step', 'time', 'throughput', 'tokens')]
     if steps and not metrics and re.fullmatch(r'\s*-?\s*["\']?\w*(?:step|iter\w*)["\']?\s*:\s*\d+,?\s*', line): self.step_line = i      # YAML: the loss is on one of the next lines
     if not metrics or (not steps and 'step' not in extra and 'eval' not in kinds.values() and 'loss' not in kinds.values()):
@@ -404,7 +406,7 @@ def _row(self, line: str, i: int, whole: bool = False):
     where = steps[0][1].start() if steps else 0
     if EVAL_LINE.search(line[max(0, where - 60):where]):
         pairs = [(f'validation {k}' if kinds[k] == 'loss' else k, m) for k, m in pairs]
-        pairs = [(k, m) for k, m in pairs if kinds.get(k, 'eval') in ('step', 'eval')]
+        pairs = [(k, m) for k, m in pairs if k == '__epoch' or kinds.get(k, 'eval') in ('step', 'eval')]
     skip = bool(re.search(r'(?i)\[skip|\bskipp(?:ed|ing)\b(?! iter| *["\']?[=:] *["\']?\d)', line))      # but not DeepSpeed's counter, skipped=0
     if skip or self.skip: extra['skipped'] = 1.0
     dialect = next((n for n, p in DIALECTS if p.search(line)), 'key-value lines')
@@ -415,6 +417,7 @@ def _row(self, line: str, i: int, whole: bool = False):
         self.shapes.append(shape)
         return
     values = {k: number(m[0]) for k, m in pairs} | extra
+    if '__epoch' in values: values['step'] += (values.pop('__epoch') - values.pop('__first')) * values.pop('__per')
     rows.row(i, values)
     rows.count(dialect)
 
