@@ -811,9 +811,11 @@ def read_rule(names, sizes, batch_size, shuffle, window=0, seed=0, steps=None, d
                       totals=np.bincount(label, weights=sizes).astype(np.int64),
                       notes=[*notes, f'the order was drawn from the rule {shuffle!r}, not copied from the run'])
 
-# %% ../nbs/05_audit.ipynb #7f7825b5
+# %% ../nbs/05_audit.ipynb #361c46a7
 def read_llmc(manifest, batch_size, seq_len, shuffle=False, seed=0, steps=None):
     "The llm.c rule over the shards of a manifest: the `batch_size` rows of all processes are consecutive in a shard."
+    for name, value in (('the batch size', batch_size), ('seq_len', seq_len)):
+        if value < 1: raise UserError(f'{name} must be at least 1, not {value}')
     rows = [max(s.tokens - 1, 0) // (batch_size * seq_len) * batch_size for s in manifest.shards]
     by = sorted(range(len(rows)), key=lambda i: manifest.shards[i].path)
     names, domain = [manifest.shards[i].path for i in by], {s.path: s.domain for s in manifest.shards}
@@ -872,7 +874,7 @@ def _index_shards(path, block_size):
         out.append((name, rows))
     return kind, out
 
-# %% ../nbs/05_audit.ipynb #ebfff025
+# %% ../nbs/05_audit.ipynb #170f52ff
 def read_megatron(path, batch_size, documents=None):
     """Reads from Megatron-core's index cache: a folder with one blend, or its `...-dataset_index.npy`; or, for one merged
     file, its `...-shuffle_index.npy` with `documents` = {domain: number of documents}, in the order merged."""
@@ -939,6 +941,8 @@ def _megatron_merged(path, documents):
     if not documents:
         raise UserError(f'{path}: samples of one merged file have no domain: give documents, the number of documents '
                         'of each domain in the order merged')
+    for d, n in documents.items():
+        if n < 1: raise UserError(f'{path}: {n} documents of {d!r}: each domain has at least one')
     shuffle = _npy(path)
     sample_path, document_path = (path.with_name(path.name.replace('shuffle_', k)) for k in ('sample_', 'document_'))
     sample, document = _npy(sample_path, 2), _npy(document_path)

@@ -177,13 +177,13 @@ def _trained_on(run, cfg, m):
         if isinstance(d, dict) and d.get("manifest_hash") == saved["manifest_hash"]: return d
     return saved
 
-# %% ../nbs/44_cli.ipynb #627c9243
+# %% ../nbs/44_cli.ipynb #bc427671
 @app.command()
 def peek(corpus: CORPUS = None, step: Annotated[int, typer.Option(help="step to decode")] = 0, order: ORDER = "interleaved", data_seed: int = 0,
          batch_size: int = 12, seq_len: int = 256, run: RUN = None,
          rank: Annotated[str, typer.Option(help="r/W: only what rank r of W reads")] = "0/1", around: Annotated[int, typer.Option(help="steps before and after")] = 0,
          tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer.json or tiktoken file instead of the manifest's")] = None,
-         chars: Annotated[int, typer.Option(help="characters shown of each row")] = 600, html: Annotated[Path | None, typer.Option(help="also write a page")] = None, as_json: JSON = False):
+         chars: Annotated[int, typer.Option(min=0, help="characters shown of each row")] = 600, html: Annotated[Path | None, typer.Option(help="also write a page")] = None, as_json: JSON = False):
     "Decode the batch of any step: shard, offset, domain, documents, text, statistics."
     from shohin.peek import peek as look
     try: r, w = (int(x) for x in rank.split("/"))

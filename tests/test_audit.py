@@ -347,6 +347,7 @@ def test_a_real_megatron_cache_of_one_merged_file():
     sample, document = (np.load(str(shuffle).replace("shuffle", k)) for k in ("sample", "document"))
     want = [int(document[sample[i][0]] >= 15) for i in np.load(shuffle)]
     assert r.label.tolist() == want[:len(r.label)] and audit(r).verdict == "safe"
+    with pytest.raises(UserError, match="-5 documents of 'first'"): read_megatron(shuffle, 10, documents={"first": -5, "second": 45})
     with pytest.raises(UserError, match="but there are 20 documents"): read_megatron(shuffle, 10, documents={"first": 10, "second": 10})
 
 
@@ -448,6 +449,7 @@ def test_questions_that_make_no_sense():
                       (lambda: audit(ContiguousOrder(m, 12, 15), 10**9), "too many for one audit"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), 5, start=50), "no rows from step 50 on for 5 steps"),
                       (lambda: read_rule(["a/b"], [50], 5, "random"), "unknown shuffle"), (lambda: read_rule(["a/b"], [50], 5, "buffer"), "needs window"), (lambda: read_rule(["a/b"], [50], 0, "rows"), "at least 1"),
                       (lambda: audit(InterleavedOrder(m, 3, 15), 20_000_000), "too many numbers for one audit: at most 11,184,810 steps"),
+                      (lambda: read_llmc(m, 0, 15), "batch size must be at least 1"), (lambda: read_llmc(m, 12, 0), "seq_len must be at least 1"),
                       (lambda: read_rule([], [], 4, "rows"), "no shards"), (lambda: read_rule(["a/b"], [0], 4, "rows", steps=5), "less than one batch"), (lambda: read_rule(["a/b"], [50], 4, "rows", steps=-1), "at least 1"),
                       (lambda: read_rule(["a/b"], [50], 4, "window", 10**12), "too large"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), -3), "at least 1"), (lambda: audit(read_order(ContiguousOrder(m, 12, 15), 10), weights=[1]), "dict by domain"),
                       (lambda: audit_batches(5, "d"), "an iterable of batches"), (lambda: audit_batches([{"d": None}], "d"), "None as its domain")):

@@ -265,7 +265,7 @@ def one_line(f, *names):
 
 @pytest.mark.parametrize('kw,names', [(dict(step=-1), ['step', '-1']), (dict(step=2**60), ['step']), (dict(step=0, rank=2, world=2), ['rank 2', '2 ranks']),
                                       (dict(step=0, rank=-1), ['rank -1']), (dict(step=0, world=3), ['3 ranks']), (dict(step=0, world=0), ['0 ranks']),
-                                      (dict(step=0, around=-1), ['around=-1']), (dict(step=0, tokenizer='nowhere.json'), ['nowhere.json'])])
+                                      (dict(step=0, around=-1), ['around=-1']), (dict(step=0, around=10**9), ['around=1000000000', 'too many']), (dict(step=0, tokenizer='nowhere.json'), ['nowhere.json'])])
 def test_wrong_questions(corpus, kw, names):
     manifest, _ = corpus
     one_line(lambda: peek(manifest, ContiguousOrder(manifest, 4, 33), **kw), *names)
