@@ -70,6 +70,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'shohin.attribute._names': ('attribute.html#_names', 'shohin/attribute.py'),
                                   'shohin.attribute._place': ('attribute.html#_place', 'shohin/attribute.py'),
                                   'shohin.attribute._probe_says': ('attribute.html#_probe_says', 'shohin/attribute.py'),
+                                  'shohin.attribute._probed': ('attribute.html#_probed', 'shohin/attribute.py'),
                                   'shohin.attribute._swap_says': ('attribute.html#_swap_says', 'shohin/attribute.py'),
                                   'shohin.attribute._weights_says': ('attribute.html#_weights_says', 'shohin/attribute.py'),
                                   'shohin.attribute.attribute': ('attribute.html#attribute', 'shohin/attribute.py'),

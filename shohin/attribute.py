@@ -461,7 +461,7 @@ def fork_report(runs, cfg, trainer) -> dict:
     return dict(step=p["step"], parent=p["run"], changed=changed, fresh_opt=cfg.fresh_opt,
                 fresh=sorted(mine if cfg.fresh_opt else mine - had), dropped=sorted(had - mine))
 
-# %% ../nbs/40_attribute.ipynb #3ebfe30c
+# %% ../nbs/40_attribute.ipynb #cd0bd23a
 @dataclass(frozen=True)
 class Limits:
     "The numbers in the rules."
@@ -502,23 +502,25 @@ def _freeze(rows, i, limits):
     while b + 1 < len(rows) and not rows[b+1]["decision"].startswith("apply"): b += 1
     return dict(start=rows[a]["step"], length=b - a + 1, to_the_end=b + 1 == len(rows)) if b - a + 1 >= limits.frozen else None
 
-def first_event(rows: list, limits: Limits = Limits()):
-    "The step of the first jump, non-finite row or freeze, else of the first severe event that `diagnose` finds; None when there is none."
+def first_event(rows: list, limits: Limits = Limits(), start: int = 0):
+    """The step of the first jump, non-finite row or freeze, else of the first severe event that `diagnose` finds; None when
+    there is none. From step `start` on if there is one, else in all rows: a run's own break comes before its parents'."""
     loss = np.array([float(r["loss"]) for r in rows]); took = np.array([r["decision"].startswith("apply") for r in rows])
     at = jumps(loss, took, limits.ratio)
     odd = [i for i, r in enumerate(rows) if not (math.isfinite(loss[i]) and math.isfinite(float(r["grad_norm"])))]
-    still = next((i for i in range(len(rows) - limits.frozen + 1) if not took[i:i + limits.frozen].any()), None)
-    if first := [*at[:1].tolist(), *odd[:1], *([still] if still is not None else [])]: return rows[min(first)]["step"]
+    still = next((i for i in np.flatnonzero(~took).tolist() if i + limits.frozen <= len(rows) and not took[i:i + limits.frozen].any()), None)
+    if first := sorted({*at.tolist(), *odd[:1], *([still] if still is not None else [])}):
+        return next((s for i in first if (s := rows[i]["step"]) >= start), rows[first[0]]["step"])
     with tempfile.TemporaryDirectory() as d:
         path = Path(d) / "log.jsonl"
         path.write_text("".join(json.dumps(r) + "\n" for r in rows))
         try: found = diagnose(path)
         except UserError: return None                                     # too short to say anything
     at = {r["step"]: i for i, r in enumerate(rows)}
-    onsets = sorted({e.onset for e in found.severe if e.onset in at})
+    onsets = sorted({e.onset for e in found.severe if e.onset in at}, key=lambda s: (s < start, s))
     return next((s for s in onsets if event_at(rows, at[s], limits)["kind"]), onsets[0] if onsets else None)
 
-# %% ../nbs/40_attribute.ipynb #19fa48f5
+# %% ../nbs/40_attribute.ipynb #89126d1a
 CAUSES = ("learning rate or optimizer", "not finite", "guard freeze", "data order", "end of re-reading", "bad batch", "damage by an update")
 
 @dataclass
@@ -548,7 +550,7 @@ def judge(m: dict, limits: Limits = Limits()) -> list[Cause]:
         return "old" if s <= limits.old else "new" if s >= limits.new else ""
     here = at.get(e["step"], {})
     old, new, previous, nxt = (here.get(k) for k in ("old", "new", "previous", "next"))
-    no_state = "no weights of this step: " + "; ".join(m["missing"]) if not here else ""
+    no_state = "needs the weights of this step, which are missing"
     out = []
     def say(name, standing, why): out.append(Cause(name, standing, why))
 
@@ -627,7 +629,7 @@ def judge(m: dict, limits: Limits = Limits()) -> list[Cause]:
         else: say("damage by an update", "open", f"fresh batches of the mix before cost {_n(old)} against a level of {_n(level)}" + ("" if a is None else f", {rise:+.3f} since step {a:,}"))
     return sorted(out, key=lambda c: CAUSES.index(c.name))
 
-# %% ../nbs/40_attribute.ipynb #2fd8385e
+# %% ../nbs/40_attribute.ipynb #a707799c
 def mix_at(replay: Replay, step) -> dict:
     "{domain: rows} of a step's global batch."
     order = replay.loader(step).order
@@ -680,6 +682,8 @@ class _Measure:
     def log_facts(self):
         m, rows, i = self.m, self.rows, self.i
         lr = [_f(x.get("lr")) for x in rows[max(0, i - self.limits.window):i + 1]]
+        loss = [float(x["loss"]) for x in rows]
+        m["jumps"] = [rows[j]["step"] for j in jumps(loss, np.array([x["decision"].startswith("apply") for x in rows]), self.limits.ratio).tolist() if rows[j]["step"] != self.step]
         m["lr"] = dict(now=lr[-1], before=min(lr), rose=lr[-1] > 1.2 * min(lr))
         z = m["event"]["freeze"]
         m["zero_updates"] = bool(z) and all(_f(x.get("update_norm")) == 0 for x in rows if z["start"] <= x["step"] < z["start"] + z["length"])
@@ -820,7 +824,7 @@ def _differ(name, a, b):
     a, b = OPTIM | a, OPTIM | b
     return [f"{k} {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
 
-# %% ../nbs/40_attribute.ipynb #d297d649
+# %% ../nbs/40_attribute.ipynb #52b4d033
 @dataclass
 class Evidence:
     "One row of the table."
@@ -861,6 +865,7 @@ def tabulate(m: dict, limits: Limits = Limits()) -> list[Evidence]:
     up = e["kind"] in ("jump", "rise")
     add("Does the step stand out?", f"its logged loss against the {limits.window} applied steps before", f"{_n(e['loss'])}; level {_n(e['level'])} ± {_n(e['noise'])}, {e['ratio']:.2f} x the moving average" if math.isfinite(e["level"]) else f"{_n(e['loss'])}; fewer than 8 steps before it",
         {"jump": f"a jump: more than {limits.ratio:g} x the average", "rise": f"a rise: more than {limits.z:g} sigmas and {limits.rise:.0%} above the level", "not finite": "not a number", "frozen": "the loss does not stand out, but no update is made"}.get(e["kind"], "no: within the noise of the steps before" if math.isfinite(e["level"]) else "too early to say"))
+    if j := m["jumps"]: add("Does the loss jump elsewhere?", f"first rows above {limits.ratio:g} x the moving average, in the whole history", f"at {_many(len(j), 'other step')}: {', '.join(format(s, ',') for s in j[:8])}{' ...' if len(j) > 8 else ''}", "each has a cause of its own: ask for it")
     mix, b = m["mix"], m["batch"]
     add("What did it read?", "the order's batch, decoded", f"{_names(mix['at'])} ({b['rows']} rows, {b['documents']} documents); before: {_names(mix['before'])}", "other domains than before" if mix["changed"] else "the mix of the steps before")
     add("Is the batch unlike its neighbours?", f"statistics of text and tokens against {b['compared']} batches of the same mix around it", "; ".join(f"{o['what']} {o['here']:.3g} against {o['neighbours']:.3g}" for o in b["odd"]) or ("nothing stands out" if b["compared"] >= 3 else "too few neighbours of its mix"),
@@ -937,6 +942,14 @@ def _gap(m):
     a = max(s for s in early if s <= max(N - m["around"], min(early)))
     return a, c[a]["this"] - c[a]["old"], c[N]["this"] - c[N]["old"]
 
+def _probed(m):
+    "Held-out losses of the domains that the batch brought, before this step and here, from the log's probes; '' without them."
+    N, mix, probes = m["event"]["step"], m["mix"], m["logged_probes"] | m["probes"]
+    before = max((s for s in probes if s < N), default=None)
+    more = sorted((mix["before"].get(d, 0) - n, d) for d, n in mix["at"].items() if n > mix["before"].get(d, 0))[:2]
+    said = [f"{d} {_n(probes[before][d])} at step {before:,}, {_n(probes[N][d])} here" for _, d in more if before is not None and N in probes and d in probes[before] and d in probes[N]]
+    return f" Held-out: {'; '.join(said)}." if said else ""
+
 def _probe_says(probes, at, N):
     if len(at) < 2 or N not in at or at[0] >= N: return "what each domain costs"
     d = {k: probes[N][k] - probes[at[0]][k] for k in probes[N] if k in probes[at[0]]}
@@ -962,6 +975,7 @@ def conclude(m: dict, causes: list[Cause]) -> tuple[str, str]:
             a, then, now = gap
             text += f" On the weights of step {a:,} this batch cost {_n(m['costs'][a]['this'])}, {then:+.3f} against the mix before; here {now:+.3f}: " + (
                 "it was as dear then, so the updates in between did not, in all, make it so." if then >= 0.6 * now else f"the difference grew in between, over batches of {_names(mix_between(m, a))}.")
+        elif said := _probed(m): text += said
         else: text += " When it became so dear is not shown."
     if c.name == "bad batch" and m.get("dear_rows"):
         spans = {x["row"]: x for x in m["batch"]["spans"]}
@@ -990,7 +1004,7 @@ def attribute(run, step=None, around: int = 5, reach: int = 40, data=None, limit
         raise UserError(f"{folder}: no checkpoints folder here, nor in the runs it forked from; copy it from where the run was made, or train it again with keep")
     name, at = segments[-1].cfg.name, {r["step"]: i for i, r in enumerate(rows)}
     if step is None:
-        step = first_event(rows, limits)
+        step = first_event(rows, limits, segments[-1].start)
         if step is None: return Attribution(str(folder), name, None, False, "nothing found", f"Nothing found in steps {rows[0]['step']:,} to {rows[-1]['step']:,}: no jump, and nothing that `shohin diagnose` calls severe.", [], [], [], seconds=round(time.perf_counter() - t0, 1))
     if step not in at: raise UserError(f"{folder}: step {step} is not in its history; it has steps {rows[0]['step']} to {rows[-1]['step']}")
     r = Replay(folder.parent, folder.name, min(entry_points(segments), default=None), data, walk=False)

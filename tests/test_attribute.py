@@ -15,6 +15,7 @@ from shohin.attribute import Replay, attribute, fork_report, lineage
 from shohin.corpus import build_corpus, stdlib_sources
 from shohin.shards import UserError, describe_shard
 from shohin.train import RunConfig, Trainer, history, read_log
+from shohin.warmstart import warmstart_checkpoint
 
 MODEL = dict(n_layer=2, d_model=32, n_head=2, n_kv_head=1, head_dim=16, d_ff=64)
 ENV = dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="100")
@@ -157,6 +158,20 @@ def test_fork_report_names_what_starts_fresh(world):
         assert ("optim" in f["changed"]) == (name == "adamw") and (len(f["dropped"]) == 14) == (name == "adamw")
 
 
+def test_a_warm_start_in_the_history(world):
+    "The folder that `shohin warmstart` writes stands between two runs; what it changed is not lost."
+    out = world.runs / "warm"
+    parent = warmstart_checkpoint(world.runs / world.result["key"] / f"checkpoints/step_{FORK:08d}", out, optimizer="adamw")
+    t = Trainer(replace(world.base, name="on adamw", steps=FORK + 8, optim=dict(no_muon=True), keep=(), parent=parent), world.runs)
+    weights = t.run()["weights"]
+    r = Replay(world.runs, t.key, 155)
+    assert [s.key for s in r.lineage] == [world.result["key"], "warm", t.key] and r.began == 155
+    r.advance(FORK + 8)
+    assert r.exact and r.checked == 13 and r.weights_hash() == weights and r.fresh == []
+    assert not attribute(t.folder, FORK + 4).measured["differences"]
+    shutil.rmtree(out); shutil.rmtree(t.folder)
+
+
 def test_lineage_is_the_trainers_history(world):
     folder = world.boundary()
     rows = [row for s in lineage(world.runs, folder.name) for row in s.rows]
@@ -180,6 +195,7 @@ def test_boundary(world):
     folder = world.boundary()
     a = attribute(folder, AT)
     assert a.cause == "data order" and a.exit_status == 1, a.render(140, False)
+    assert attribute(folder).step == AT
     assert {k for k, v in standing(a).items() if v == "supported"} == {"data order"} and "tables" in a.verdict and "code_python" in a.verdict
     assert standing(a)["damage by an update"] == "ruled out" and not a.missing
     c = a.measured["costs"]
