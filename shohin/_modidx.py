@@ -741,6 +741,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'shohin.order._checked_plan': ('order.html#_checked_plan', 'shohin/order.py'),
                               'shohin.order._distinct': ('order.html#_distinct', 'shohin/order.py'),
                               'shohin.order._in_force': ('order.html#_in_force', 'shohin/order.py'),
+                              'shohin.order._isqrt': ('order.html#_isqrt', 'shohin/order.py'),
                               'shohin.order._least_read': ('order.html#_least_read', 'shohin/order.py'),
                               'shohin.order._pieces': ('order.html#_pieces', 'shohin/order.py'),
                               'shohin.order._plain': ('order.html#_plain', 'shohin/order.py'),

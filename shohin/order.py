@@ -38,7 +38,7 @@ class Boundary(NamedTuple):
     before: int
     after: int
 
-# %% ../nbs/02_order.ipynb #41743fcc
+# %% ../nbs/02_order.ipynb #e3b14010
 class RowIndex:
     "The rows of a manifest: `totals[d]` rows in domain d, numbered through its shards in sorted path order."
     def __init__(self, manifest, seq_len):
@@ -48,14 +48,16 @@ class RowIndex:
         self.shard_domain = np.array([self.domains.index(s.domain) for s in manifest.shards], np.int64)
         self.by_domain = [np.array(sorted(np.flatnonzero(self.shard_domain == d), key=self.paths.__getitem__), np.int64)
                           for d in range(len(self.domains))]
-        self.ends = [np.cumsum(self.rows[ids]) for ids in self.by_domain]
-        self.totals = np.array([e[-1] if len(e) else 0 for e in self.ends], np.int64)        # (domains,)
+        self._ids = np.concatenate(self.by_domain)       # all shards, domain after domain
+        self._ends = np.cumsum(self.rows[self._ids])
+        self.totals = np.array([self.rows[ids].sum() for ids in self.by_domain], np.int64)   # (domains,)
+        self._base = np.cumsum(self.totals) - self.totals
         self.first = np.zeros(len(self.rows), np.int64)  # a shard's first row in its domain's numbering
-        for ids, ends in zip(self.by_domain, self.ends): self.first[ids] = ends - self.rows[ids]
+        self.first[self._ids] = self._ends - self.rows[self._ids] - self._base[self.shard_domain[self._ids]]
 
     def shard_row(self, d, r):
-        "Domain row numbers `r` -> (shard, row within that shard), arrays of the shape of `r`."
-        shard = self.by_domain[d][np.searchsorted(self.ends[d], r, side='right')]
+        "Row numbers `r` of domain `d` (or of a domain each) -> (shard, row within that shard), arrays of the shape of `r`."
+        shard = self._ids[np.searchsorted(self._ends, self._base[d] + r, side='right')]
         return shard, r - self.first[shard]
 
 # %% ../nbs/02_order.ipynb #f1f7e030
@@ -500,7 +502,7 @@ class Mix:
         for d, k in at.items(): out[:, d] += k
         return out
 
-# %% ../nbs/02_order.ipynb #8ea4ab06
+# %% ../nbs/02_order.ipynb #b52dedeb
 ROUNDS = 6
 
 def round_keys(*parts):
@@ -514,25 +516,32 @@ def splitmix64(z):
     return z ^ (z >> np.uint64(31))
 
 def permute(i, n, keys):
-    "Keyed bijection of 0..n-1, at the positions `i` (int64 array). keys: uint64 (ROUNDS,) or (ROUNDS, len(i))."
-    a = math.isqrt(n - 1) + 1
+    "Keyed bijection of 0..n-1, at the positions `i` (int64 array). n: a number, or one for each; keys: uint64 (ROUNDS,) or (ROUNDS, len(i))."
+    i, n, todo = np.array(i, np.int64), np.asarray(n, np.int64), slice(None)
+    a = _isqrt(n - 1) + 1
     b = -(-n // a)                       # a * b >= n, and less than a numbers too many
-    i, todo = np.array(i, np.int64), slice(None)
-    keys = np.broadcast_to(keys.reshape(ROUNDS, -1), (ROUNDS, len(i)))
+    n, a, b, keys = *(np.broadcast_to(v, i.shape) for v in (n, a, b)), np.broadcast_to(keys.reshape(ROUNDS, -1), (ROUNDS, len(i)))
     while True:
-        x, y = (v.astype(np.uint64) for v in np.divmod(i[todo], b))
+        rows, columns = a[todo].astype(np.uint64), b[todo].astype(np.uint64)
+        x, y = np.divmod(i[todo].astype(np.uint64), columns)
         for r, key in enumerate(keys[:, todo]):
-            if r % 2: y = _shift(y, x, key, b)
-            else: x = _shift(x, y, key, a)
-        i[todo] = (x * np.uint64(b) + y).astype(np.int64)
+            if r % 2: y = _shift(y, x, key, columns)
+            else: x = _shift(x, y, key, rows)
+        i[todo] = (x * columns + y).astype(np.int64)
         todo = np.flatnonzero(i >= n)
         if not len(todo): return i
+
+def _isqrt(n):
+    "The whole part of the square root, exact for int64."
+    root = np.sqrt(n).astype(np.int64)
+    root -= root * root > n              # np.sqrt is one off at most
+    return root + ((root + 1) * (root + 1) <= n)
 
 def _shift(x, other, key, size):
     "x + hash(other) modulo size; size < 2^32, so the hash's upper half scales to it by one multiplication."
     h = splitmix64(key + other * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-    x = x + (h * np.uint64(size) >> np.uint64(32))
-    return np.where(x >= size, x - np.uint64(size), x)
+    x = x + (h * size >> np.uint64(32))
+    return np.where(x >= size, x - size, x)
 
 # %% ../nbs/02_order.ipynb #1993574d
 class Tail:
@@ -576,7 +585,7 @@ def integer_weights(weights, domains):
                             'raise it or set it to 0')
     return ints
 
-# %% ../nbs/02_order.ipynb #0c36ce6c
+# %% ../nbs/02_order.ipynb #328297a6
 class InterleavedOrder(Order):
     """Domains apportioned by `Mix`, each read in a keyed permutation that is new every epoch.
 
@@ -618,6 +627,9 @@ class InterleavedOrder(Order):
             k = (s - start) * self.batch_size
             if i: base = base + self._stages[-1][2].counts(np.array([k - self._stages[-1][0]]))[0]
             self._stages.append((k, base, Mix(w)))
+        pools = [pool for pool, _ in self.carry]
+        self._sizes, self._done = np.array([p.size for p in pools], np.int64), np.array([done for _, done in self.carry], np.int64)
+        self._gaps = [d for d, p in enumerate(pools) if p.size and not (isinstance(p, Runs) and p.starts.tolist() == [0])]  # rows are missing
         self._find_end()
 
     def _each_stage(self, k):
@@ -641,25 +653,24 @@ class InterleavedOrder(Order):
 
     def _keys(self, d, epoch, start=0): return round_keys(self.data_seed, self.domains[d], epoch, start)
 
-    def _domain_row(self, d, j):
-        "The j-th draws (array) from domain d -> row numbers of the domain."
-        (pool, done), N = self.carry[d], int(self.index.totals[d])
-        out, early = np.empty_like(j), j < pool.size
-        if early.any(): out[early] = pool.at(permute(j[early], pool.size, self._keys(d, done, self.start)))
-        if not early.all():
-            e, r = np.divmod(j[~early] - pool.size, N)
-            which = _distinct(e)
-            keys = np.stack([self._keys(d, done + 1 + u) for u in which], axis=1)
-            out[~early] = permute(r, N, keys[:, np.searchsorted(which, e)] if len(which) > 1 else keys[:, 0])
+    def _domain_row(self, dom, j):
+        "The j-th draws from the domains `dom` (arrays) -> row numbers of the domains. All at once, however many domains."
+        pool, N = self._sizes[dom], self.index.totals[dom]
+        early = j < pool                                    # of the epoch that was under way at `start`
+        e, r = np.divmod(j - pool, N)
+        e, r = np.where(early, -1, e), np.where(early, j, r)
+        _, one, which = np.unique(e * len(self.domains) + dom, return_index=True, return_inverse=True)
+        keys = [self._keys(d, done + 1 + u, self.start if u < 0 else 0) for d, done, u in zip(dom[one].tolist(), self._done[dom[one]].tolist(), e[one].tolist())]
+        out = permute(r, np.where(early, pool, N), np.stack(keys, axis=1)[:, which])
+        for d in self._gaps:
+            m = np.flatnonzero(early & (dom == d))
+            out[m] = self.carry[d][0].at(out[m])
         return out
 
     def _locate(self, k):
         dom, j = self._draws(k)
-        shard, row = np.empty_like(k), np.empty_like(k)
-        for d in np.flatnonzero(np.bincount(dom)).tolist():
-            m = np.flatnonzero(dom == d)
-            shard[m], row[m] = self.index.shard_row(d, self._domain_row(d, j[m]))
-        return shard, row
+        row = [self._domain_row(dom[a:a + 65_536], j[a:a + 65_536]) for a in range(0, len(k), 65_536)]  # bounds the memory
+        return self.index.shard_row(dom, np.concatenate([k[:0], *row]))
 
     def domain_rows(self, start, stop):
         start, stop = self._check_range(start, stop)
