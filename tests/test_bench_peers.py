@@ -87,7 +87,7 @@ def test_results_in_words(bench):
     assert rows[1][:6] == ['shohin', '200.0', 'failed', '10 ms', '1, 1, 1 ms', 'yes'] and rows[1][6] == 'n/a'
     assert rows[3] == ['litdata', 'skipped: pip cannot install it']
     (_, text, met), (_, alone, only) = run.page.goals(peers)
-    assert text == '2.00 times grain' and met and alone.startswith('all four: grain, shohin') and not only
+    assert text == '2.00 times grain' and met and alone.startswith('all four: grain, shohin (zstd)') and not only
 
 
 def test_the_mix_of_many_domains(bench):
@@ -116,10 +116,10 @@ def test_the_page_is_what_make_pages_reads(bench, tmp_path):
     doc = json.loads((tmp_path / 'benchmarks/peers.json').read_text())
     assert doc['answers'][0] == 'Not met: at least 0.7 times the tokens a second of the fastest peer. Measured: 0.67 times grain.' and doc['dirty']
     assert doc['answers'][2].startswith('Met: the only one') and 'grain lacks only a bounded mix of 100 domains; megatron-core lacks only a step in constant time without an index' in doc['answers'][2]
-    assert 'litdata was skipped: pip cannot install it' in doc['notes'] and 'shohin, zstd shards, speed with 2 workers: x' in doc['notes']
+    assert 'litdata was skipped: pip cannot install it' in doc['notes'] and 'shohin (zstd), speed with 2 workers: x' in doc['notes']
     build_site([], tmp_path, tmp_path)
     text = (tmp_path / 'bench-peers.html').read_text()
-    assert 'mosaicml-streaming, stratified' in text and 'lacks only a bounded mix' in text
+    assert 'mosaicml-streaming (stratified)' in text and 'lacks only a bounded mix' in text
 
 
 def test_what_cannot_be_installed_is_said(bench, tmp_path):
