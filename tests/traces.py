@@ -299,6 +299,12 @@ def synthetic():
     return out
 
 
+def fresh():
+    "Traces from the same makers and other random numbers, drawn after the last change of the rules: nothing was chosen on them."
+    out = [Trace(f'fresh {kind} {n}', kind, *make(np.random.default_rng([901, k, n]), n // 2), n) for k, (kind, make) in enumerate(MAKERS.items()) for n in range(PER_KIND)]
+    return out + [Trace(f'fresh healthy {n}', 'healthy', *healthy(np.random.default_rng([902, n]), n // 2), n) for n in range(96)]
+
+
 def recorded():
     "Traces of real runs of our own trainer, each with the cause that was put into it."
     path = HERE / 'recorded.npz'
