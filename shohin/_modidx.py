@@ -411,6 +411,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'shohin.experiment.Sweep.start': ('experiment.html#sweep.start', 'shohin/experiment.py'),
                                    'shohin.experiment.Sweep.watch': ('experiment.html#sweep.watch', 'shohin/experiment.py'),
                                    'shohin.experiment.Sweep.where': ('experiment.html#sweep.where', 'shohin/experiment.py'),
+                                   'shohin.experiment.Sweep.write_down': ('experiment.html#sweep.write_down', 'shohin/experiment.py'),
                                    'shohin.experiment._clean': ('experiment.html#_clean', 'shohin/experiment.py'),
                                    'shohin.experiment._coerce': ('experiment.html#_coerce', 'shohin/experiment.py'),
                                    'shohin.experiment._corpus': ('experiment.html#_corpus', 'shohin/experiment.py'),

@@ -9,7 +9,7 @@ __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'shard_rows', 's
            'peak_step', 'outcomes', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'load_claims', 'criterion_history',
            'judge', 'write_results']
 
-# %% ../nbs/42_experiment.ipynb #be9671ec
+# %% ../nbs/42_experiment.ipynb #a86db7ac
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from .corpus import DOMAINS, build_corpus, stdlib_sources
 from .diagnose import ema_before, jumps, pinned
+from .order import make_order
 from .report import interval
 from .shards import Manifest, Shard, UserError
 from .sources import HUBS, stream_corpus
@@ -279,7 +280,7 @@ def outcomes(run: Run, reference: Run, at: int, old: str, new: str) -> dict:
                 skipped=skipped, skipped_share=skipped / max(1, int((run.step >= at).sum())), stopped=run.result["stopped"],
                 damage=d, damage_new=d[new], damage_old=d[old], mean_probe=float(np.mean([run.probe(x, run.result["steps"]) for x in d])))
 
-# %% ../nbs/42_experiment.ipynb #857ad168
+# %% ../nbs/42_experiment.ipynb #af0d7cd3
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -375,8 +376,14 @@ class Sweep:
         if parent is not None and not (self.runs / parent.key / "checkpoints" / f"step_{a.at:08d}").exists():
             self.forget(a.parent, seed); return          # known by its record only, but its checkpoint is needed
         if record: shutil.rmtree(self.runs / key, ignore_errors=True)   # finished without a checkpoint that a new arm forks from
+        self.write_down(cfg, key)
         if self.profile["launcher"] == "inline": Trainer(cfg, self.runs, manifest=self.manifest(cfg.corpus)).run()
         else: live[name, seed] = self.start(cfg, key)
+
+    def write_down(self, cfg, key):
+        "Into the run's folder: what it reads, shard by shard. Should the corpus change, `shohin peek --run` can say which shard did."
+        (self.runs / key).mkdir(parents=True, exist_ok=True)
+        write_json(self.runs / key / "order.json", make_order(cfg.order, self.manifest(cfg.corpus), cfg.batch_size, cfg.seq_len).state(0))
 
     def forget(self, name, seed):
         """Train a run here, because a checkpoint of it is needed and not there. What forks from it is looked up again: its key

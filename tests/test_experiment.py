@@ -50,6 +50,13 @@ def test_finished_runs_are_not_trained_again(done, small, monkeypatch):
     assert {k: v.key for k, v in again.items()} == {k: v.key for k, v in runs.items()}
 
 
+def test_a_run_folder_says_what_it_read(done):
+    data, s, runs = done
+    for r in runs.values():
+        saved = json.loads((s.runs / r.key / "order.json").read_text())
+        assert saved["manifest_hash"] == r.config["manifest_hash"] and len(saved["shards"]) == 4 * len(s.manifest(next(iter(s.manifests))).shards)
+
+
 def test_records_stand_in_for_run_folders(done, small, tmp_path, monkeypatch):
     "With the committed records and no run folder nothing is trained, and the numbers are the same."
     data, s, runs = done
