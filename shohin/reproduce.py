@@ -17,12 +17,12 @@ from .plan import DEVICES, Plan, plan_runs
 from .report import build_site, number
 from .shards import UserError
 
-# %% ../nbs/43_reproduce.ipynb #2f8d1c8b
+# %% ../nbs/43_reproduce.ipynb #36903fb8
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy", "diagnose",
                "muon-lr", "adamw-lr", "fresh-opt", "no-muon", "data-seed", "model-size", "trust-clamp",
                "base-history", "gnorm-guard", "guard-history", "one-update", "spike-batches", "scan-peek", "block-length",
-               "amnesia", "timing")
+               "amnesia", "timing", "bisection")      # bisection reads the results of the others
 
 def choose(names, everything: bool) -> list:
     "The experiments to run: those named, or the first ones, or all; an unknown name is a `UserError`."
