@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def run(folder: Path, peers: list[str], repeats: int, timeout: int) -> dict:
     for p in peers:
         try: pythons[p] = environment(folder, PEERS[p])
         except (RuntimeError, subprocess.CalledProcessError, OSError) as e: out[p]['skipped'] = str(e); say(f'{p} skipped: {e}'); continue
+        shutil.rmtree(folder / 'peers' / p, ignore_errors=True)      # of an earlier run: litdata and mosaicml-streaming refuse to write over it
         out[p]['prepare'] = measure(pythons[p], folder, p, 'prepare', 0, timeout)
         if 'error' in out[p]['prepare']: out[p]['skipped'] = out[p]['prepare']['error']; say(f'{p} skipped: {out[p]["skipped"]}'); del pythons[p]
     for w in (0, 2):
