@@ -348,3 +348,9 @@ def test_t_distribution_is_the_integral_of_its_density(df):
     x = np.linspace(-t, t, 200_001)
     density = (1 + x * x / df) ** (-(df + 1) / 2) * math.gamma((df + 1) / 2) / math.sqrt(df * math.pi) / math.gamma(df / 2)
     assert np.trapezoid(density, x) == pytest.approx(0.95, abs=1e-6)
+
+
+def test_links_between_the_published_pages_lead_somewhere():
+    site = Path(__file__).resolve().parents[1] / "reports"
+    broken = [f"{page.name}: {link}" for page in site.glob("*.html") for link in set(re.findall(r'href="([^"#:]+)', page.read_text(encoding="utf-8"))) if not (site / link).exists()]
+    assert not broken, broken
