@@ -6,8 +6,8 @@
 __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'shard_rows', 'shards_for', 'corpus_for', 'Planned',
            'planned_manifest', 'corpus_manifest', 'block_plan', 'base_config', 'Arm', 'check_arms', 'make_record',
            'Run', 'loss_ratios', 'ratio_at', 'worst_ratio', 'first_jump', 'pinned_ratio', 'recovery_steps', 'damage',
-           'peak_step', 'outcomes', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'load_claims', 'criterion_history',
-           'judge', 'write_results']
+           'peak_step', 'outcomes', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'criterion_history', 'judge',
+           'write_results']
 
 # %% ../nbs/42_experiment.ipynb #a86db7ac
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
@@ -72,7 +72,7 @@ def shards_for(profile, steps: int) -> int:
     "How many shards it takes to read `steps` steps."
     return -(-steps * profile["batch_size"] // shard_rows(profile))
 
-# %% ../nbs/42_experiment.ipynb #de4da723
+# %% ../nbs/42_experiment.ipynb #e07a4adb
 def corpus_for(profile: dict, doc_seed: int, tokenizer: str = "bytes", data=None) -> Path:
     """Folder of the profile's corpus for a doc_seed, built if it is not there. A shard is `shard_steps` steps of
     rows of seq_len + 1 tokens, so that a shard boundary falls between two steps."""
@@ -87,7 +87,7 @@ def corpus_for(profile: dict, doc_seed: int, tokenizer: str = "bytes", data=None
 
 def _corpus(profile, doc_seed, tokenizer, data):
     "(folder, tokens of a shard, kind of tokenizer, its size if it is a BPE)."
-    tokens = profile["shard_tokens"] if "shard_tokens" in profile else profile["shard_steps"] * profile["batch_size"] * (profile["seq_len"] + 1)
+    tokens = profile.get("shard_tokens", shard_rows(profile) * (profile["seq_len"] + 1))
     kind = "bpe" if tokenizer == "bpe" else profile.get("tokenizer", "bytes")
     vocab = profile["bpe_vocab"] if kind == "bpe" else 0
     return Path(data or repo_root() / "data") / f"{profile['corpus']}-{kind}{vocab or ''}-{tokens}-{doc_seed}", tokens, kind, vocab
@@ -506,14 +506,9 @@ def verdict(values, holds, opposite, exact=False):
     if opposite and opposite[0] <= lo and hi <= opposite[1]: return "contradicted"
     return "not_reproduced" if hi < holds[0] or lo > holds[1] else "inconclusive"
 
-# %% ../nbs/42_experiment.ipynb #bf5aab76
+# %% ../nbs/42_experiment.ipynb #68c7020d
 CLAIMS = "nbs/experiments/claims.toml"
 _FIXED = ("quantity", "holds", "opposite", "prediction", "exact", "not_testable")
-
-def load_claims(experiment: str, text: str | None = None) -> dict:
-    "{id: claim} of an experiment from claims.toml."
-    table = tomllib.loads(text if text is not None else (repo_root() / CLAIMS).read_text())
-    return {k: v for k, v in table.items() if v["experiment"] == experiment}
 
 def criterion_history(claim_id: str, root=None) -> dict:
     "{'commit': the commit that fixed the criterion as it stands, 'edits': earlier versions} from git; commit None when not committed."
@@ -532,7 +527,8 @@ def judge(experiment: str, quantities: dict) -> list:
     """Claims of an experiment with their verdicts. `quantities`: {name: one value a seed}; one value for a claim that says
     `exact`: a number without a spread. A claim with `not_testable` states why instead of a quantity."""
     out, every = [], tomllib.loads((repo_root() / CLAIMS).read_text())
-    for id, c in load_claims(experiment).items():
+    for id, c in every.items():
+        if c["experiment"] != experiment: continue
         h = criterion_history(id)
         claim = dict(id=id, source=c["source"], quote=c["quote"], prediction=c.get("prediction", ""), criterion_commit=h["commit"], criterion_edits=h["edits"],
                      unit=c.get("unit", ""), superseded_by=c.get("superseded_by"))

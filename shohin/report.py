@@ -280,7 +280,7 @@ def plot_probes(ax, log, unit: str = "nats_per_token", domains=None, label: bool
     ax.set(xlabel="step", ylabel={"nats_per_token": "nats per token", "bits_per_byte": "bits per byte"}.get(unit, unit))
     return ax
 
-# %% ../nbs/41_report.ipynb #a7112e92
+# %% ../nbs/41_report.ipynb #7b71abf8
 def plot_arms(runs: dict, titles: dict, seed: int, at: int, before: int = 120, after: int | None = None, height: float = 1.7):
     """Small multiples: the loss of one seed around step `at`, an arm a panel, on common axes. `runs`: {(arm, seed): Run};
     `titles`: {arm: title}. Returns the figure."""
@@ -299,21 +299,25 @@ def plot_arms(runs: dict, titles: dict, seed: int, at: int, before: int = 120, a
     axes[-1].set_xlabel("step"); fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
     return fig
 
+def _dots(ax, rows):
+    "Rows of values from the top down, each value a dot and their mean a bar; None and what is not finite is left out."
+    for k, v in enumerate(reversed(list(rows))):
+        v = np.array([np.nan if x is None else x for x in v], float); v = v[np.isfinite(v)]
+        ax.plot(v, [k] * len(v), "o", color="#0072B2", ms=5, alpha=.8)
+        if len(v): ax.plot([v.mean()], [k], "|", color=INK, ms=13, mew=1.5)
+
 def plot_dots(values: dict, xlabel: str, lines: dict | None = None, titles: dict | None = None):
     """Every seed a dot, an arm a row, its mean a bar: `values` {arm: [one a seed]}. `lines`: {x: text} of levels that decide
     something. Not finite values are left out. Returns the figure."""
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(5.8, .9 + .36 * len(values)))
-    for k, v in enumerate(reversed(values.values())):
-        v = np.array([np.nan if x is None else x for x in v], float); v = v[np.isfinite(v)]
-        ax.plot(v, [k] * len(v), "o", color="#0072B2", ms=5, alpha=.8)
-        if len(v): ax.plot([v.mean()], [k], "|", color=INK, ms=13, mew=1.5)
+    _dots(ax, values.values())
     ax.set_yticks(range(len(values)), [(titles or {}).get(n, human(n)) for n in reversed(values)]); ax.set_xlabel(xlabel)
     ax.set_ylim(-.6, len(values) - .2)
     for x, t in (lines or {}).items(): ax.axvline(x, color="#77746c", lw=.8, ls=":"); ax.text(x, len(values) - .45, f" {t}", fontsize=9)
     return fig
 
-# %% ../nbs/41_report.ipynb #2f1fc53d
+# %% ../nbs/41_report.ipynb #b3fea4fc
 OUTCOMES = dict(jump_ratio=("jump ratio", 1.5), pinned_ratio=("pinned ratio", .8), damage_new=("new domain", .05), damage_old=("old domain", .05))
 
 def plot_outcomes(rows: dict, titles: dict, columns=("jump_ratio", "pinned_ratio", "damage_new")):
@@ -323,10 +327,7 @@ def plot_outcomes(rows: dict, titles: dict, columns=("jump_ratio", "pinned_ratio
     columns = _columns(columns)
     fig, axes = plt.subplots(1, len(columns), figsize=(5.8, 1. + .36 * len(titles)), sharey=True, squeeze=False, layout="constrained")
     for ax, (key, (label, level)) in zip(axes[0], columns.items()):
-        for k, name in enumerate(reversed(titles)):
-            v = np.array([np.nan if r.get(key) is None else r[key] for r in rows[name]], float); v = v[np.isfinite(v)]
-            ax.plot(v, [k] * len(v), "o", color="#0072B2", ms=5, alpha=.8)
-            if len(v): ax.plot([v.mean()], [k], "|", color=INK, ms=13, mew=1.5)
+        _dots(ax, [[r.get(key) for r in rows[name]] for name in titles])
         if level is not None: ax.axvline(level, color="#77746c", lw=.8, ls=":")
         ax.set_xlabel(label); ax.locator_params("x", nbins=3); ax.margins(x=.15)
     fig.get_layout_engine().set(w_pad=.1)      # else the last tick of a panel meets the first of the next
