@@ -7,7 +7,7 @@ __all__ = ['MOST_ROWS', 'visible_runs', 'visible', 'visible_html', 'bytes_decode
            'make_decoder', 'token_stats', 'text_stats', 'row_stats', 'batch_stats', 'Doc', 'Row', 'split_docs',
            'PeekBatch', 'PeekResult', 'describe', 'render', 'to_html', 'peek']
 
-# %% ../nbs/03_peek.ipynb #6c66168d
+# %% ../nbs/03_peek.ipynb #6d13b536
 import base64
 import html
 import json
@@ -15,6 +15,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -55,18 +56,19 @@ def _decode_known(ids: np.ndarray, known: np.ndarray, decode: Callable) -> str:
     cuts = [0, *(np.flatnonzero(np.diff(known)) + 1), len(ids)]
     return ''.join(decode(ids[a:b]) if known[a] else ''.join(f'⟨{i}⟩' for i in ids[a:b]) for a, b in pairwise(cuts))
 
-# %% ../nbs/03_peek.ipynb #4a234e4d
-class _Known:
-    "Which ids a vocabulary has: `has` is asked once for each, the answers are kept in a table."
-    def __init__(self, has: Callable): self.has, self.table = has, np.zeros(1 << 12, np.int8)   # 0: not asked yet, 1: yes, 2: no
+# %% ../nbs/03_peek.ipynb #65a76d10
+class _Asked:
+    "What `ask` says of each id: asked once for each, kept in an array that is indexed with many ids at once."
+    def __init__(self, ask: Callable): self.ask, self.asked, self.said = ask, np.zeros(1 << 12, bool), np.empty(1 << 12, object)
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
         most = int(ids.max(initial=0))
-        if most >= 1 << 22: return np.fromiter(map(self.has, ids.tolist()), bool, len(ids))       # no vocabulary is so large
-        if most >= len(self.table): self.table = np.concatenate([self.table, np.zeros(max(most + 1 - len(self.table), len(self.table)), np.int8)])
-        if not self.table[ids].all():
-            for i in np.unique(ids[self.table[ids] == 0]).tolist(): self.table[i] = 1 if self.has(i) else 2
-        return self.table[ids] == 1
+        if most >= 1 << 22: return np.array([*map(self.ask, ids.tolist())], object)               # no vocabulary is so large
+        if most >= len(self.asked):
+            for x in (self.asked, self.said): x.resize(max(most + 1, 2 * len(x)), refcheck=False)
+        if not self.asked[ids].all():
+            for i in np.unique(ids[~self.asked[ids]]).tolist(): self.said[i], self.asked[i] = self.ask(i), True
+        return self.said[ids]
 
 # %% ../nbs/03_peek.ipynb #bbecd9ca
 def bytes_decoder(ids) -> str:
@@ -74,29 +76,45 @@ def bytes_decoder(ids) -> str:
     ids = np.asarray(ids)
     return _decode_known(ids, ids < 256, lambda x: x.astype(np.uint8).tobytes().decode('utf-8', 'replace'))
 
-# %% ../nbs/03_peek.ipynb #f2e9d525
+# %% ../nbs/03_peek.ipynb #8f07836e
+def _pieces_decoder(piece: Callable) -> Callable:
+    "Decoder from `piece`: id -> bytes, None for an id that the vocabulary does not have."
+    def shown(i): return f'⟨{i}⟩'.encode() if (found := piece(i)) is None else found
+    pieces = _Asked(shown)
+    return lambda ids: b''.join(pieces(np.asarray(ids, np.int64)).tolist()).decode('utf-8', 'replace')
+
+# %% ../nbs/03_peek.ipynb #e9e10730
 def tiktoken_decoder(path: Path) -> Callable:
     "Decoder for a file of `base64(token bytes) rank` lines. Special tokens are not in such files: they show as ⟨id⟩."
     try: vocab = {int(rank): base64.b64decode(token, validate=True)
                   for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)}
     except ValueError as e: raise UserError(f'{path}: not a tiktoken vocabulary (lines of "base64 rank"): {e}') from None
     if not vocab: raise UserError(f'{path}: the tokenizer file is empty')
-    has = _Known(vocab.__contains__)
-    def decode(ids):
-        ids = np.asarray(ids)
-        return _decode_known(ids, has(ids), lambda x: b''.join(map(vocab.__getitem__, x.tolist())).decode('utf-8', 'replace'))
-    return decode
+    return _pieces_decoder(vocab.get)
 
-# %% ../nbs/03_peek.ipynb #59e31f46
+# %% ../nbs/03_peek.ipynb #183f24d8
+def _byte_level_pieces(tokenizer) -> Callable:
+    "id -> bytes, as the library's ByteLevel decoder takes them."
+    from tokenizers.pre_tokenizers import ByteLevel
+    chars = sorted(ByteLevel.alphabet())
+    own = [ord(c) for c in chars if ord(c) < 256]
+    byte = dict(zip(chars, [*own, *sorted({*range(256)} - {*own})], strict=True))
+    def piece(i):
+        if (token := tokenizer.id_to_token(i)) is None: return None
+        return bytes(map(byte.get, token)) if byte.keys() >= set(token) else token.encode()
+    return piece
+
+# %% ../nbs/03_peek.ipynb #476fb123
 def hf_decoder(path: Path) -> Callable:
     "Decoder for a Hugging Face `tokenizer.json`; special tokens are shown."
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, decoders
     try: tokenizer = Tokenizer.from_file(str(path))
     except Exception as e: raise UserError(f'{path}: not a Hugging Face tokenizer.json: {e}') from None
-    has = _Known(lambda i: tokenizer.id_to_token(i) is not None)
+    if isinstance(tokenizer.decoder, decoders.ByteLevel): return _pieces_decoder(_byte_level_pieces(tokenizer))
+    has = _Asked(lambda i: tokenizer.id_to_token(i) is not None)
     def decode(ids):
-        ids = np.asarray(ids)
-        return _decode_known(ids, has(ids), lambda x: tokenizer.decode(x.tolist(), skip_special_tokens=False))
+        ids = np.asarray(ids, np.int64)
+        return _decode_known(ids, has(ids).astype(bool), lambda x: tokenizer.decode(x.tolist(), skip_special_tokens=False))
     return decode
 
 # %% ../nbs/03_peek.ipynb #ce42bb05
@@ -132,16 +150,15 @@ def _runs(x: np.ndarray) -> np.ndarray:
     np.not_equal(x[1:], x[:-1], out=edge[1:-1])
     return np.diff(np.flatnonzero(edge)) if len(x) else np.zeros(0, np.int64)
 
-# %% ../nbs/03_peek.ipynb #b0317da6
-_DIGITS, _SPACE, _LATEX = ([ord(c) for c in chars] for chars in ('0123456789', ' \t\n\r\f\v', '\\{}$^_&'))
+# %% ../nbs/03_peek.ipynb #d169971b
+_DIGITS, _SPACE, _LATEX = (np.frombuffer(chars, np.uint8) for chars in (b'0123456789', b' \t\n\r\f\v', b'\\{}$^_&'))
 
 def text_stats(text: str) -> dict:
     "Shares of the characters that are digits, whitespace, non-ASCII or LaTeX-like (\\{}$^_&), and zlib's ratio."
     raw = text.encode('utf-8', 'surrogatepass')
-    chars = np.frombuffer(raw, np.uint8) if text.isascii() else np.minimum(np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4'), 128)
-    counts = np.bincount(chars, minlength=129)  # how often each ASCII character, and all others together
-    share = lambda codes: float(counts[codes].sum() / max(len(chars), 1))
-    return dict(digits=share(_DIGITS), whitespace=share(_SPACE), non_ascii=share([128]), latex=share(_LATEX),
+    counts = np.bincount(np.frombuffer(raw, np.uint8), minlength=256)       # how often each byte; one from 0xC0 on begins each other character
+    share = lambda bytes_: float(counts[bytes_].sum() / max(len(text), 1))
+    return dict(digits=share(_DIGITS), whitespace=share(_SPACE), non_ascii=share(slice(0xC0, None)), latex=share(_LATEX),
                 zlib=len(zlib.compress(raw)) / len(raw) if raw else 1.)
 
 # %% ../nbs/03_peek.ipynb #52e9f3a2
@@ -149,17 +166,20 @@ def row_stats(tokens: np.ndarray, text: str, eos: int | None = None) -> dict:
     "Statistics of one row: of its ids and of their text (zlib: compressed bytes / bytes; low means repetitive)."
     return token_stats(tokens, eos) | text_stats(text)
 
-# %% ../nbs/03_peek.ipynb #29f17d04
+# %% ../nbs/03_peek.ipynb #a36db9f1
 def batch_stats(tokens: np.ndarray, decode: Callable, eos: int | None = None) -> dict:
     "Statistics of a batch of ids (B, T) pooled over rows, with the extremes of single rows as *_min and *_max."
     tokens = np.asarray(tokens)
-    return _pool(tokens, [decode(row[row != eos] if eos is not None else row) for row in tokens], eos)
+    return _stats(tokens, [decode(row[row != eos] if eos is not None else row) for row in tokens], eos)[0]
 
-def _pool(tokens, texts, eos, rows=None):
-    rows = rows or [row_stats(row, text, eos) for row, text in zip(tokens, texts, strict=True)]
-    of = lambda k: [r[k] for r in rows]
-    return row_stats(tokens, ''.join(texts), eos) | dict(longest_run=max(of('longest_run')),
-        entropy_min=min(of('entropy')), entropy_max=max(of('entropy')), zlib_min=min(of('zlib')), zlib_max=max(of('zlib')))
+def _stats(tokens, texts, eos) -> tuple[dict, list[dict]]:
+    "Statistics of the batch, and of each row."
+    with ThreadPoolExecutor(1) as aside:            # zlib lets other threads run: the whole text is compressed while the rows are looked at
+        whole = aside.submit(row_stats, tokens, ''.join(texts), eos)
+        rows = [row_stats(row, text, eos) for row, text in zip(tokens, texts, strict=True)]
+        of = lambda k: [r[k] for r in rows]
+        return whole.result() | dict(longest_run=max(of('longest_run')), entropy_min=min(of('entropy')), entropy_max=max(of('entropy')),
+                                     zlib_min=min(of('zlib')), zlib_max=max(of('zlib'))), rows
 
 # %% ../nbs/03_peek.ipynb #7073de1a
 @dataclass(frozen=True)
@@ -315,24 +335,25 @@ def to_html(result: PeekResult) -> str:
             f'<p class="dim">Characters that a page cannot or should not show are written <span class="esc">\\x1b</span> in this colour.</p>'
             f'{"".join(body)}</main></body></html>\n')
 
-# %% ../nbs/03_peek.ipynb #0c86ccb5
-def _read_row(manifest: Manifest, span, step: int, row: int, decode: Callable) -> Row:
+# %% ../nbs/03_peek.ipynb #30c668e1
+def _read_row(manifest: Manifest, span, decode: Callable) -> tuple[np.ndarray, tuple[Doc, ...]]:
     reader, eos = manifest.reader(span.shard), manifest.eos
     tokens = reader.read(span.start, span.stop)
     begins = reader.doc_bounds(eos, span.start, min(span.stop + 1, reader.tokens))  # one more: does the last one end here?
-    docs = split_docs(tokens, span.start, begins, decode, eos, last=span.stop == reader.tokens)
-    stats = row_stats(tokens, ''.join(d.text for d in docs), eos)
-    return Row(step, row, manifest.shards[span.shard].path, span.start, span.stop, span.domain, docs, stats, tokens)
+    return tokens, split_docs(tokens, span.start, begins, decode, eos, last=span.stop == reader.tokens)
 
-# %% ../nbs/03_peek.ipynb #3f0f977c
+# %% ../nbs/03_peek.ipynb #9c8b5309
 def _read_batch(manifest: Manifest, order, step: int, rows: slice, decode: Callable) -> PeekBatch:
     spans = order.spans(step)
-    near = sorted(list(enumerate(spans))[rows], key=lambda x: (x[1].shard, x[1].start))     # rows of one frame after another: it is decompressed once
-    read = tuple(sorted((_read_row(manifest, s, step, i, decode) for i, s in near), key=lambda r: r.row))
+    places = range(len(spans))[rows]
+    near = sorted(places, key=lambda i: (spans[i].shard, spans[i].start))     # rows of one frame after another: it is decompressed once
+    read = {i: _read_row(manifest, spans[i], decode) for i in near}
+    tokens, docs = zip(*(read[i] for i in places), strict=True)
+    stats, each = _stats(np.stack(tokens), [''.join(d.text for d in x) for x in docs], manifest.eos)
+    out = tuple(Row(step, i, manifest.shards[s.shard].path, s.start, s.stop, s.domain, d, st, t)
+                for i, s, d, st, t in zip(places, spans[rows], docs, each, tokens, strict=True))
     domains = {d: sum(s.domain == d for s in spans) for d in manifest.domains}
-    texts = [''.join(d.text for d in r.docs) for r in read]
-    stats = _pool(np.stack([r.tokens for r in read]), texts, manifest.eos, [r.stats for r in read])
-    return PeekBatch(step, read, {d: n for d, n in domains.items() if n}, stats)
+    return PeekBatch(step, out, {d: n for d, n in domains.items() if n}, stats)
 
 # %% ../nbs/03_peek.ipynb #8f4e96d3
 MOST_ROWS = 1 << 17  # rows of one look

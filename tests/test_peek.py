@@ -3,6 +3,7 @@ import base64
 import hashlib
 import html.parser
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shohin.order import ContiguousOrder, InterleavedOrder
 from shohin.peek import (
@@ -245,6 +246,65 @@ def test_tiktoken_vocabulary(corpus, tmp_path):
     for step in range(3):
         theirs = peek(manifest, order, step, tokenizer=tmp_path / 'v.tiktoken').to_dict()
         assert theirs == peek(manifest, order, step).to_dict()
+
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+HALVES = ['a', 'Ġ', 'âĪ', 'ļ', 'Ã', '©', 'é', 'í', 'łĢ', 'ðŁ', 'ĺ', 'Ģ', 'ÿ', 'ô', 'Ċ']                       # bytes, written byte-level; many are half a character
+FOREIGN = ['', 'a b', '\n', '√', '日本', 'Ġ日', '\xad', 'e\u0301', '<eos>', '<|x|>', '\x00']                     # some of them with characters that are no bytes
+
+
+def library_text(tokenizer, ids) -> str:
+    "What `tokenizers` itself makes of each run of ids it has."
+    return ''.join(tokenizer.decode(list(run), skip_special_tokens=False) if known else ''.join(f'⟨{i}⟩' for i in run)
+                   for known, run in itertools.groupby(ids, lambda i: tokenizer.id_to_token(i) is not None))
+
+
+@st.composite
+def vocabularies(draw):
+    "Byte-level vocabularies with and without some bytes, with gaps between the ids, odd tokens and added ones."
+    tokens = draw(st.lists(st.one_of(st.sampled_from(ALPHABET + HALVES + FOREIGN), st.text(st.sampled_from(ALPHABET), max_size=4), st.text(max_size=3)), min_size=1, max_size=40, unique=True))
+    at = draw(st.lists(st.integers(0, 300), min_size=len(tokens), max_size=len(tokens), unique=True))
+    t = Tokenizer(models.WordLevel(dict(zip(tokens, at, strict=True)), unk_token=draw(st.sampled_from(tokens))))
+    t.decoder = decoders.ByteLevel()
+    added = draw(st.lists(st.one_of(st.sampled_from(HALVES + FOREIGN), st.text(max_size=4)), max_size=6))
+    for text in added: (t.add_special_tokens if draw(st.booleans()) else t.add_tokens)([AddedToken(text, normalized=draw(st.booleans()))])
+    return t, [*at, *t.get_vocab().values()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(vocabularies(), st.data())
+def test_byte_level_text_is_the_librarys_to_the_character(tmp_path_factory, vocabulary, data):
+    t, known = vocabulary
+    t.save(path := str(tmp_path_factory.mktemp('v') / 'tokenizer.json'))
+    t, decode = Tokenizer.from_file(path), make_decoder(path)
+    for _ in range(3):                                                 # the later ones meet what the earlier ones learned
+        ids = data.draw(st.lists(st.one_of(st.sampled_from(known), st.integers(0, 400), st.sampled_from([5000, 1 << 22, (1 << 32) - 1])), max_size=40))
+        assert decode(np.array(ids, np.uint32)) == decode(ids) == library_text(t, ids)
+
+
+def test_every_kind_of_broken_utf8_is_shown_as_the_library_shows_it(tmp_path):
+    "All pairs of bytes, and all fours of bytes at which UTF-8 decides."
+    t = train_tokenizer(tmp_path / 'tokenizer.json')
+    decode, of = make_decoder('tokenizer.json', tmp_path), {}
+    for i in range(t.get_vocab_size()): of.setdefault(t.id_to_token(i), i)
+    plain = [c for c in ALPHABET if ord(c) < 256]
+    byte = {ord(c): of[c] for c in plain} | {b: of[c] for b, c in zip([b for b in range(256) if chr(b) not in plain], ALPHABET[len(plain):], strict=True)}
+    edges = [0x00, 0x7f, 0x80, 0x8f, 0x90, 0x9f, 0xa0, 0xbf, 0xc0, 0xc1, 0xc2, 0xdf, 0xe0, 0xe1, 0xed, 0xee, 0xef, 0xf0, 0xf1, 0xf4, 0xf5, 0xff]
+    for alphabet, n in ((range(256), 2), (edges, 4)):
+        raw = b'x'.join(map(bytes, itertools.product(alphabet, repeat=n)))
+        ids = [byte[b] for b in raw]
+        assert decode(ids) == t.decode(ids, skip_special_tokens=False) == raw.decode('utf-8', 'replace')
+
+
+@pytest.mark.parametrize('decoder', [None, decoders.Metaspace(), decoders.WordPiece(), decoders.BPEDecoder(), decoders.ByteFallback(), decoders.CTC(), decoders.Fuse(),
+                                     decoders.Sequence([decoders.ByteLevel()]), decoders.Sequence([decoders.ByteLevel(), decoders.Strip(' ', 1, 1)])])
+def test_any_other_decoder_is_the_librarys_own(tmp_path, decoder):
+    tokens = ['▁the', 'Ġa', '##b', 'c</w>', '<0xE2>', '<0x88>', 'Ã', '©', 'x']
+    t = Tokenizer(models.WordLevel({w: i for i, w in enumerate(tokens)}, unk_token='x'))
+    if decoder is not None: t.decoder = decoder
+    t.save(str(tmp_path / 'tokenizer.json'))
+    for ids in ([0, 1, 2, 3], [4, 5, 4], [6, 7, 6], [8, 99, 0, 0], [1, 1]):
+        assert make_decoder('tokenizer.json', tmp_path)(ids) == library_text(t, ids)
 
 
 @pytest.mark.parametrize('content', [b'', b'{', b'{"version": "1.0"}', b'YQ== zero', b'YQ==', b'\xff\xfe\x00', b'!!!! 1', b'{"model": {"type": "BPE"}}', b'YQ== 0 0'])
