@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shohin import train as T
 from shohin.corpus import build_corpus, stdlib_sources
 from shohin.order import make_order
 from shohin.shards import Manifest, UserError
@@ -189,3 +191,42 @@ def test_step_by_hand_is_the_runs_step(cfg, tmp_path):
     b = DistributedTrainer(replace(cfg, steps=5), tmp_path)
     b.run()
     assert by_hand == read_log(b.folder / "log.jsonl")
+
+
+class Waits(torch.utils._python_dispatch.TorchDispatchMode):
+    "Names of the operations dispatched that make the host wait for a GPU: a number read, an output whose size depends on values, a tensor made of Python numbers."
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.split("::")[1] in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh", "equal"): self.seen.append((func._schema.name[6:], tuple(args[0].shape)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_a_step(cfg, tmp_path, monkeypatch):
+    """A step reads the device in one place, `to_host`. Besides it two tensors are made on the host, the batch and what this rank says, and both are
+    sent without waiting. The plain trainer, made for a CPU, waits more often: the test can tell."""
+    looks = []
+    real = T.to_host
+    monkeypatch.setattr(T, "to_host", lambda x: (looks.append(x.shape), real(x))[1])
+    trainer = DistributedTrainer(replace(cfg, micro_batch=4, autocast="bf16", optim=dict(trust_clamp=.05, weight_decay=.1)), tmp_path)
+    trainer.advance()
+    for _ in range(3):
+        looks.clear()
+        with Waits() as w: trainer.advance()
+        assert len(looks) == 1 and w.seen == [("lift_fresh", (8, 33)), ("lift_fresh", (2,))], (looks, w.seen)
+    plain = Trainer(load_config({f: v for f, v in asdict(cfg).items() if f not in ("device", "micro_batch", "autocast", "compile")}), tmp_path)
+    plain.step()
+    with Waits() as w: plain.step()
+    assert len(w.seen) > 3
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_steps_are_the_same_steps(cfg, tmp_path):
+    "torch.compile, within what other kernels round differently."
+    rows = []
+    for c in (cfg, replace(cfg, compile=True)):
+        t = DistributedTrainer(replace(c, attn_every=0, probe_every=2), tmp_path)
+        rows.append([t.step() for _ in range(4)])
+    for a, b in zip(*rows, strict=True): assert abs(a["loss"] - b["loss"]) < 1e-3 and list(a) == list(b)
