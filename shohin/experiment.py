@@ -9,7 +9,7 @@ __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'shard_rows', 's
            'peak_step', 'outcomes', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'criterion_history', 'judge',
            'write_results']
 
-# %% ../nbs/42_experiment.ipynb #a86db7ac
+# %% ../nbs/42_experiment.ipynb #7e8b4876
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from .order import make_order
 from .report import interval
 from .shards import Manifest, Shard, UserError
 from .sources import HUBS, stream_corpus
-from .train import RunConfig, Trainer, flat, load_config, read_log, run_key, write_json
+from .train import DistributedConfig, DistributedTrainer, RunConfig, Trainer, flat, key_of, load_config, read_log, write_json
 
 # %% ../nbs/42_experiment.ipynb #7f621ebb
 def _coerce(name, value, kind):
@@ -108,7 +108,7 @@ def corpus_manifest(profile: dict, doc_seed: int, tokenizer: str = "bytes", data
     if os.environ.get("SHOHIN_PLAN") and not (_corpus(profile, doc_seed, tokenizer, data)[0] / "manifest.json").exists(): return planned_manifest(profile, doc_seed, tokenizer, data)
     return Manifest.load(corpus_for(profile, doc_seed, tokenizer, data), verify="none")
 
-# %% ../nbs/42_experiment.ipynb #695acd91
+# %% ../nbs/42_experiment.ipynb #d4f971ad
 def block_plan(manifest, *parts) -> list:
     """Shard indices of a block plan: `parts` are (domain, first, count), the first-th to (first + count)-th shard of
     a domain in the manifest's order."""
@@ -120,10 +120,11 @@ def block_plan(manifest, *parts) -> list:
     return plan
 
 def base_config(profile: dict) -> dict:
-    "RunConfig fields that every arm of an experiment shares."
+    "RunConfig fields that every arm of an experiment shares; a profile that says `ranks` has its runs started by torchrun."
     p = profile
+    many = dict(device="cpu" if p.get("device", "cpu") == "cpu" else "cuda", micro_batch=p.get("micro_batch"), autocast=p.get("autocast", ""), compile=p.get("compile", False))
     return dict(model=p["model"], optim=p["optim"], batch_size=p["batch_size"], seq_len=p["seq_len"], warmup=p["warmup"],
-                horizon=p["horizon"], probe_every=p["probe_every"], probe_rows=p["probe_rows"], threads=p["threads"])
+                horizon=p["horizon"], probe_every=p["probe_every"], probe_rows=p["probe_rows"], threads=p["threads"], **(many if "ranks" in p else {}))
 
 # %% ../nbs/42_experiment.ipynb #e176de0a
 class Arm:
@@ -280,7 +281,7 @@ def outcomes(run: Run, reference: Run, at: int, old: str, new: str) -> dict:
                 skipped=skipped, skipped_share=skipped / max(1, int((run.step >= at).sum())), stopped=run.result["stopped"],
                 damage=d, damage_new=d[new], damage_old=d[old], mean_probe=float(np.mean([run.probe(x, run.result["steps"]) for x in d])))
 
-# %% ../nbs/42_experiment.ipynb #af0d7cd3
+# %% ../nbs/42_experiment.ipynb #02f1c713
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -368,7 +369,7 @@ class Sweep:
         "Take a job from the cache, or start it if its parent is there and a place is free."
         a = self.by[name]; parent = self.done.get((a.parent, seed))
         if a.parent and parent is None: return
-        cfg = self.config(a, seed); key = run_key(cfg, self.manifest(cfg.corpus))
+        cfg = self.config(a, seed); key = key_of(cfg, self.manifest(cfg.corpus))
         record = self.find(key, (name, seed))
         if record and not any(str(k) not in record["result"]["kept"] for k in cfg.keep):
             self.done[name, seed] = Run(record, parent); return
@@ -377,7 +378,7 @@ class Sweep:
             self.forget(a.parent, seed); return          # known by its record only, but its checkpoint is needed
         if record: shutil.rmtree(self.runs / key, ignore_errors=True)   # finished without a checkpoint that a new arm forks from
         self.write_down(cfg, key)
-        if self.profile["launcher"] == "inline": Trainer(cfg, self.runs, manifest=self.manifest(cfg.corpus)).run()
+        if self.profile["launcher"] == "inline": (DistributedTrainer if isinstance(cfg, DistributedConfig) else Trainer)(cfg, self.runs, manifest=self.manifest(cfg.corpus)).run()
         else: live[name, seed] = self.start(cfg, key)
 
     def write_down(self, cfg, key):
@@ -409,7 +410,8 @@ class Sweep:
         path = folder / "sweep.json"; path.write_text(json.dumps(asdict(cfg)))
         env = dict(os.environ, SHOHIN_PARENT=str(os.getpid()), OMP_NUM_THREADS=str(cfg.threads), MKL_NUM_THREADS=str(cfg.threads))
         out = open(folder / "stdout.txt", "a")
-        p = subprocess.Popen([sys.executable, "-m", "shohin.train", str(path), str(self.runs), key], env=env, stdout=out, stderr=subprocess.STDOUT)
+        many = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.profile["ranks"]), "--max-restarts", "1", "-m"] if isinstance(cfg, DistributedConfig) else []
+        p = subprocess.Popen([sys.executable, "-m", *many, "shohin.train", str(path), str(self.runs), key], env=env, stdout=out, stderr=subprocess.STDOUT)
         return p, cfg, folder
 
     def watch(self, live, interval=0.5):
@@ -417,7 +419,8 @@ class Sweep:
         while live:
             for job, (p, cfg, folder) in live.items():
                 if (rc := p.poll()) is None: continue
-                last = (folder / "stdout.txt").read_text().strip().splitlines()[-1:] or ["no output"]
+                lines = (folder / "stdout.txt").read_text().strip().splitlines()
+                last = [x for x in lines if x.startswith("shohin: ") and "lost another rank" not in x][-1:] or lines[-1:] or ["no output"]      # torchrun says more after that
                 if rc or not (folder / "result.json").exists():
                     raise UserError(f"{cfg.name} ended with status {rc}: {last[0].removeprefix('shohin: ')} (run folder {folder.name})")
                 del live[job]; return

@@ -124,7 +124,7 @@ def plan_runs(sweep: dict, vocab: dict, domains: int, ranks: int, micro_batch: i
         known.setdefault(me, name)
     return out
 
-# %% ../nbs/23_plan.ipynb #e5a674a0
+# %% ../nbs/23_plan.ipynb #fc63f00c
 @dataclass(frozen=True)
 class Plan:
     profile: str
@@ -154,7 +154,7 @@ class Plan:
         "What makes this plan impossible, one line each."
         out = []
         if self.batch_size % self.ranks: out.append(f"batch_size {self.batch_size} does not divide over {self.ranks} ranks; choose ranks that do")
-        elif self.micro_batch and (self.batch_size // self.ranks) % self.micro_batch:
+        elif self.micro_batch and (n := self.batch_size // self.ranks) % min(self.micro_batch, n):
             out.append(f"a rank's {self.batch_size // self.ranks} rows do not divide into micro-batches of {self.micro_batch}; choose one that does")
         worst = max(self.paid, key=lambda r: sum(r.memory.values()), default=None)
         if worst and (need := sum(worst.memory.values())) > self.device.memory:

@@ -8,7 +8,7 @@ __all__ = ['DISTRIBUTED', 'RunConfig', 'DistributedConfig', 'load_config', 'lr_s
            'read_log', 'Trainer', 'history', 'key_of', 'Stop', 'DistributedTrainer', 'Ended', 'to_host', 'log_line',
            'read_config', 'main']
 
-# %% ../nbs/20_train.ipynb #4b08b62e
+# %% ../nbs/20_train.ipynb #753bf0e4
 import ast, fcntl, hashlib, json, math, os, shutil, signal, sys, time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -29,7 +29,7 @@ from .model import GPT, GPTConfig, attention_logits
 from .muon import make_optimizers
 from .order import make_order
 from .probe import Probe
-from .ranks import Gradients, RankOptimizers, Ranks, check_rows, join, lost_peer, under_torchrun
+from .ranks import Gradients, RankOptimizers, Ranks, check_rows, find_ranks, lost_peer, under_torchrun
 from .shards import Manifest, UserError
 
 # %% ../nbs/20_train.ipynb #52bd1a95
@@ -68,12 +68,12 @@ class RunConfig:
         d = {k: v for k, v in asdict(self).items() if k not in self.NOT_IN_KEY}
         return json.dumps(d, sort_keys=True, separators=(",", ":"))
 
-# %% ../nbs/20_train.ipynb #13e62e23
+# %% ../nbs/20_train.ipynb #5c7f1769
 @dataclass(frozen=True)
 class DistributedConfig(RunConfig):
     "The config of a `DistributedTrainer`."
     device: str = "cpu"              # or "cuda": one GPU a rank
-    micro_batch: int | None = None   # rows of a rank at a time; None: all
+    micro_batch: int | None = None   # rows of a rank at a time, at most; None: all
     autocast: str = ""               # "bf16": the forward pass
     compile: bool = False            # with torch.compile
 
@@ -448,17 +448,18 @@ class Stop:
             except OSError: self.asked = True
         return self.asked
 
-# %% ../nbs/20_train.ipynb #9435324d
+# %% ../nbs/20_train.ipynb #da7461f3
 class DistributedTrainer(Trainer):
     "Train one `DistributedConfig` on the ranks that torchrun started, or alone on a GPU; resumes on any number of ranks."
     def __init__(self, cfg: DistributedConfig, runs, say=None, manifest=None, ranks: Ranks | None = None):
-        self.ranks = ranks or join(cfg.device)
+        self.ranks = ranks or find_ranks(cfg.device)
         check_rows(cfg.batch_size, self.ranks.world, cfg.micro_batch)
         super().__init__(cfg, runs, say if self.ranks.first else None, manifest)
         self.key = key_of(cfg, self.manifest); self.folder = self.runs / self.key
         self.loader = Loader(self.order, self.manifest, self.ranks.rank, self.ranks.world)
         self.model.to(self.ranks.device)
         self.optim = RankOptimizers(self.model, self.ranks, **cfg.optim)
+        if cfg.autocast not in ("", "bf16"): raise UserError(f"autocast {cfg.autocast!r}: it is bf16, or nothing for fp32")
         self.gradients, self.pending, self.stop = None, None, Stop()
 
     # --- one step --------------------------------------------------------------------------------------------
@@ -466,7 +467,8 @@ class DistributedTrainer(Trainer):
         """One step. Returns the row of the step before it, complete now (None at first), and what the ranks agreed on:
         whether to save (some rank said `due`) and whether to end."""
         t, cfg, ranks = self.now, self.cfg, self.ranks
-        if self.gradients is None: self.gradients = Gradients(self.model, ranks, cfg.micro_batch, cfg.autocast, cfg.compile)   # ranks meet here
+        ranks.meet()
+        if self.gradients is None: self.gradients = Gradients(self.model, ranks, cfg.micro_batch, cfg.autocast, cfg.compile)
         probes = None
         if self.probing(t) and ranks.first: probes = {d: _num(v["nats_per_token"]) for d, v in self.probe.evaluate(self.model).items()}
         batch = self.loader.batch(t)
@@ -530,7 +532,7 @@ class DistributedTrainer(Trainer):
     def run(self, on_row=None) -> dict:
         "Train to the end (or the breaker), every rank; returns the result. A finished run is returned from its folder."
         if self.ranks.first: self.folder.mkdir(parents=True, exist_ok=True)
-        self.ranks.share()
+        self.ranks.meet(); self.ranks.share()
         with open(self.folder / "lock", "w") if self.ranks.first else nullcontext() as lock:
             if self.ranks.first: fcntl.flock(lock, fcntl.LOCK_EX)
             done = self.folder / "result.json"
@@ -574,7 +576,7 @@ def to_host(x) -> list:
     "The numbers of a tensor as (nested) Python floats: waits for the device."
     return x.tolist()
 
-# %% ../nbs/20_train.ipynb #a78d183b
+# %% ../nbs/20_train.ipynb #7b2d35f0
 def log_line(row) -> str:
     "A line for people and for log readers: `step 10 loss 2.5000 gnorm 0.11 lr 0.0005`."
     return f"step {row['step']} loss {float(row['loss']):.4f} gnorm {float(row['grad_norm']):.2f} lr {row['lr']:.4g}"
@@ -601,9 +603,10 @@ def main(argv=None):
         trainer = (DistributedTrainer if isinstance(cfg, DistributedConfig) else Trainer)(cfg, args[1], say)
         if args[2:] and args[2] != trainer.key: raise UserError("the source changed after this run was planned; start the sweep again")
         r = trainer.run(every)
+        if isinstance(trainer, DistributedTrainer): trainer.ranks.leave()
         if at in ("", "0"): say(f"done {r['name']} {r['key']}: {r['steps']} steps, {r['skips']} skipped" + (f", stopped: {r['stopped']}" if r["stopped"] else ""))
     except UserError as e: tell(e); return 2
-    except Ended as e: tell(e); return 143
+    except Ended as e: trainer.ranks.leave(); tell(e); return 143
     except RuntimeError as e:
         if not lost_peer(e): raise
         tell(f"lost another rank{f' in step {trainer.now}' if trainer else ''} ({str(e).strip().splitlines()[0][:120]}); the same command goes on from the last checkpoint"); return 1

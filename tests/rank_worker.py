@@ -4,17 +4,17 @@ import sys
 import traceback
 
 import torch
-from torch import distributed as dist
 
 import shohin.train as T
 from shohin.model import GPT, GPTConfig
 from shohin.muon import make_optimizers
-from shohin.ranks import RankOptimizers, join
+from shohin.ranks import RankOptimizers, find_ranks
 
 
 def muon():
     "Seven matrices of one shape and three of another, five steps: what one process makes, and what the ranks make."
-    ranks = join()
+    ranks = find_ranks()
+    ranks.meet()
     cfg = GPTConfig.cpu(n_layer=3, d_model=32, n_head=2, n_kv_head=2, head_dim=16, d_ff=96, seq_len=32)
     one, many = GPT(cfg), GPT(cfg)
     spec = dict(weight_decay=.1, trust_clamp=.05)
@@ -40,6 +40,7 @@ def muon():
 def nan(config, runs, first, last):
     "Rank 1's weights are broken in steps first..last, as by a bad memory cell, and whole again afterwards."
     trainer = T.DistributedTrainer(T.read_config(config), runs)
+    trainer.ranks.meet()
     real = trainer.gradients = T.Gradients(trainer.model, trainer.ranks)
     def broken(rows):
         if trainer.ranks.rank != 1 or not int(first) <= trainer.now <= int(last): return real(rows)
@@ -65,7 +66,7 @@ if __name__ == "__main__":
             os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             try:
                 status = TASKS[task](*args) or 0
-                if dist.is_initialized(): dist.destroy_process_group()
+                find_ranks().leave()
             except BaseException:
                 traceback.print_exc()
                 status = 70

@@ -116,6 +116,19 @@ def test_children_run_in_processes_and_fail_in_one_line(small, tmp_path):
     assert c.manifest.hash
 
 
+def test_a_profile_with_ranks_starts_torchrun(small, tmp_path):
+    "The same arms on two ranks: other keys, losses as on one; a fork of them; what cannot run is still one line."
+    prof = dict(small, launcher="child", jobs=1, ranks=2, micro_batch=8)
+    arms = [Arm("a", order=dict(kind="interleaved"), guard="none", steps=6, keep=[3]), Arm("b", "a", 3, order=dict(kind="interleaved"), guard="seed", steps=6)]
+    many = Sweep("x", prof, arms, [1], base_config(prof), data=tmp_path).run()
+    one = Sweep("x", dict(prof, launcher="inline"), [Arm("a", order=dict(kind="interleaved"), guard="none", steps=6)], [1], base_config(small), data=tmp_path).run()
+    assert many["a", 1].result["ranks"] == 2 and many["b", 1].start == 3 and many["a", 1].key != one["a", 1].key
+    assert np.abs(many["a", 1].loss - one["a", 1].loss).max() < 1e-4 and many["b", 1].result["weights"] == many["a", 1].result["weights"]
+    broken = dict(prof, ranks=4)                             # six rows do not divide among four
+    with pytest.raises(UserError, match=r"ended with status 1: (rank \d: )?a batch of 6 rows does not divide among 4 ranks"):
+        Sweep("x", broken, [Arm("c", order=dict(kind="interleaved"), guard="none", steps=5)], [1], base_config(broken), data=tmp_path).run()
+
+
 def test_record_is_small_and_exact_enough(done):
     data, s, runs = done
     for r in runs.values():
