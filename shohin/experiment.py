@@ -281,7 +281,7 @@ def outcomes(run: Run, reference: Run, at: int, old: str, new: str) -> dict:
                 skipped=skipped, skipped_share=skipped / max(1, int((run.step >= at).sum())), stopped=run.result["stopped"],
                 damage=d, damage_new=d[new], damage_old=d[old], mean_probe=float(np.mean([run.probe(x, run.result["steps"]) for x in d])))
 
-# %% ../nbs/42_experiment.ipynb #02f1c713
+# %% ../nbs/42_experiment.ipynb #24f11fa2
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -346,23 +346,44 @@ class Sweep:
         if (self.runs / key / "result.json").exists(): return make_record(self.runs / key)
         if self.records and job not in self.ignored and (f := Path(self.records) / f"{key}.json").exists(): return json.loads(f.read_text())
 
+    def missing(self) -> list:
+        "[(arm, seed), ...] that are not in the cache, parents first; what is there is taken into `done`. Trains and builds nothing."
+        for seed in self.seeds:
+            for a in self.arms:
+                parent = self.done.get((a.parent, seed))
+                if (a.name, seed) in self.done or (a.parent and parent is None): continue
+                if not (_corpus(self.profile, seed, a.corpus, self.data)[0] / "manifest.json").exists(): continue
+                cfg = self.config(a, seed); record = self.find(key_of(cfg, self.manifest(cfg.corpus)), (a.name, seed))
+                if record and not any(str(k) not in record["result"]["kept"] for k in cfg.keep): self.done[a.name, seed] = Run(record, parent)
+        return [(a.name, s) for s in self.seeds for a in self.arms if (a.name, s) not in self.done]
+
+    def _allowed(self, todo):
+        """What of `todo` is not in the cache and may be trained. SHOHIN_TRAIN=arm: `only` itself and not what it forks from (its own
+        task does that); SHOHIN_TRAIN=no: nothing, as in the task that makes the report."""
+        if (how := os.environ.get("SHOHIN_TRAIN")) not in ("arm", "no"): return
+        self.missing(); lacks = [j for j in todo if j not in self.done]
+        if how == "arm" and (before := [f"{n}/{s}" for n, s in lacks if n != self.only]):
+            raise UserError(f"{self.only} forks from {', '.join(before)}, which {'is' if len(before) == 1 else 'are'} not finished")
+        if how == "no" and lacks: raise UserError(f"arms missing: {', '.join(f'{n}/{s}' for n, s in self.missing())}")
+
     def run(self):
         "Train what is missing; {(arm, seed): Run}. Interrupted, it goes on where it was."
         if path := os.environ.get("SHOHIN_PLAN"):
             write_json(path, self.planned())
             raise Planned(f"{self.experiment}: the plan of {len(self.by)} arms is in {path}, nothing was trained")
         todo = [(a.name, s) for s in self.seeds for a in self.arms if a.name in self.need]
+        self._allowed(todo)
         self.total, live = len(todo), {}
         try:
-            while len(self.done) < self.total:
+            while any(j not in self.done for j in todo):
                 for job in [j for j in todo if j not in self.done and j not in live]:
                     self.advance(*job, live, todo)
                 if live: self.watch(live)
         except BaseException:
             for p, _, _ in live.values(): p.terminate()
             raise
-        if missing := [f"{n}/{s}" for s in self.seeds for n in self.by if (n, s) not in self.done]:
-            raise UserError(f"arms missing: {', '.join(missing)}")
+        if missing := [f"{n}/{s}" for n, s in self.missing()]: raise UserError(f"arms missing: {', '.join(missing)}")
+        if os.environ.get("SHOHIN_TRAIN") == "arm": raise UserError("no arms missing: the whole notebook can be run")
         return self.done
 
     def advance(self, name, seed, live, todo):
@@ -375,6 +396,7 @@ class Sweep:
             self.done[name, seed] = Run(record, parent); return
         if len(live) >= self.profile["jobs"]: return
         if parent is not None and not (self.runs / parent.key / "checkpoints" / f"step_{a.at:08d}").exists():
+            if os.environ.get("SHOHIN_TRAIN"): raise UserError(f"the checkpoint of {a.parent}/{seed} that {name} forks from is gone; submit again")
             self.forget(a.parent, seed); return          # known by its record only, but its checkpoint is needed
         if record: shutil.rmtree(self.runs / key, ignore_errors=True)   # finished without a checkpoint that a new arm forks from
         self.write_down(cfg, key)
@@ -385,6 +407,7 @@ class Sweep:
         "Into the run's folder: what it reads, shard by shard. Should the corpus change, `shohin peek --run` can say which shard did."
         (self.runs / key).mkdir(parents=True, exist_ok=True)
         write_json(self.runs / key / "order.json", make_order(cfg.order, self.manifest(cfg.corpus), cfg.batch_size, cfg.seq_len).state(0))
+        if job := os.environ.get("SHOHIN_JOB"): (self.runs / key / "job").write_text(job + "\n")      # for `shohin status`
 
     def forget(self, name, seed):
         """Train a run here, because a checkpoint of it is needed and not there. What forks from it is looked up again: its key
@@ -401,7 +424,9 @@ class Sweep:
         if str(step) not in (kept := self.done[name, seed].result["kept"]):
             raise UserError(f"arm {name!r} keeps no checkpoint of step {step}, only of {', '.join(kept) or 'none'}; add it to its `keep`")
         here = lambda: self.runs / self.done[name, seed].key
-        if not (here() / "checkpoints" / f"step_{step:08d}").exists(): self.forget(name, seed); self.run()
+        if not (here() / "checkpoints" / f"step_{step:08d}").exists():
+            if os.environ.get("SHOHIN_TRAIN"): raise UserError(f"the checkpoint of {name}/{seed} at step {step} is gone, and nothing may be trained here; without SHOHIN_TRAIN it is made again")
+            self.forget(name, seed); self.run()
         return here()
 
     def start(self, cfg, key):

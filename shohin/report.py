@@ -340,12 +340,12 @@ def outcome_table(rows: dict, titles: dict, columns=("jump_ratio", "pinned_ratio
     "The numbers of `plot_outcomes`: a row an arm, in each cell the values of all seeds."
     return [{"arm": t, **{label: [r.get(k) for r in rows[n]] for k, (label, _) in _columns(columns).items()}} for n, t in titles.items()]
 
-# %% ../nbs/41_report.ipynb #802f2a04
+# %% ../nbs/41_report.ipynb #5e7d22e6
 def show_claims(result: dict, ids=None):
     "The claims of a results file, each with quote, prediction, criterion, verdict, numbers and interval."
     claims = [c for c in result["claims"] if ids is None or c["id"] in ids]
     text = "\n".join(f"{c['id']}: {number(c['verdict'])}. {number(c.get('evidence') or {})}" for c in claims)
-    _show(_render("claims.html.j2", result=result, claims=claims), text)
+    _show(_render("claims.html.j2", result=result, claims=claims), text, result=_digest(result))     # the mark of a notebook that came to its end
 
 def show_arms(result: dict, columns: dict, caption: str, arms=None):
     "Chosen fields (`{'jump_step': 'jump', 'probes.math.nats_per_token': 'math probe'}`) of each arm as a table."
@@ -368,9 +368,9 @@ def _result(path: Path) -> dict:
     if missing: raise UserError(f"{path}: lacks {', '.join(missing)}: run the experiment again")
     return result
 
-# %% ../nbs/41_report.ipynb #5ec330ee
-def _refuse_unfinished(nb, name: str):
-    "UserError unless every cell of an executed notebook ran without error and each figure has alt text."
+# %% ../nbs/41_report.ipynb #a875859a
+def _refuse_unfinished(nb, name: str, result: dict):
+    "UserError unless every cell of an executed notebook ran without error, the claims of `result` at its end, and each figure has alt text."
     for i, cell in enumerate(nb.cells):
         if cell.cell_type != "code": continue
         status = cell.metadata.get("papermill", {}).get("status", "completed")
@@ -381,6 +381,8 @@ def _refuse_unfinished(nb, name: str):
                 if mime in o.get("data", {}) and not o.metadata.get(mime, {}).get("alt"):
                     raise UserError(f"{name}: a figure in cell {i} has no alt text: show it with show_figure")
     if nb.metadata.get("papermill", {}).get("exception"): raise UserError(f"{name}: papermill stopped with an error: run it again")
+    shown = {o.metadata.get("text/html", {}).get("result") for cell in nb.cells if cell.cell_type == "code" for o in cell.outputs if "metadata" in o}
+    if _digest(result) not in shown: raise UserError(f"{name}: the notebook does not end with the claims of {name}.json: it stopped on its way, or is of another run; run the experiment to its end")
 
 # %% ../nbs/41_report.ipynb #a7d78ced
 def _is_ours(output) -> bool:
@@ -523,7 +525,7 @@ def _head_of(page: str) -> tuple[str, str]:
     meta = _Reader(page).meta
     return meta.get("shohin-title", ""), meta.get("shohin-summary", "")
 
-# %% ../nbs/41_report.ipynb #31850e00
+# %% ../nbs/41_report.ipynb #0c1b3b4b
 def build_site(notebooks, results_dir, out, order=()) -> Path:
     """Make `out`/index.html and one page for each executed notebook, named like it; returns the index. The results
     are `results_dir`/NAME.json and are copied to `out`/results. Pages made earlier, with their results in `out`, stay in
@@ -535,8 +537,8 @@ def build_site(notebooks, results_dir, out, order=()) -> Path:
     for path in map(Path, notebooks):
         try: nb = nbformat.read(path, as_version=4)
         except FileNotFoundError: raise UserError(f"{path}: no such notebook: run the experiment first") from None
-        _refuse_unfinished(nb, path.stem)
         results[path.stem] = _result(results_dir / f"{path.stem}.json")
+        _refuse_unfinished(nb, path.stem, results[path.stem])
         pages[path.stem] = _page(nb, results[path.stem], path.stem)
     titles = {name: _head_of(page) for name, page in pages.items()}
     files = {f"results/{name}.json": (results_dir / f"{name}.json").read_text(encoding="utf-8") for name in results}

@@ -1,0 +1,129 @@
+"""`shohin submit` on a real Slurm of one machine: scripts/slurm_one_machine.sh start, then pytest -m slurm tests/test_slurm.py.
+SHOHIN_NEEDS_SLURM=1 makes a missing Slurm a failure."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_notebook import midway, notebook, undisturbed, weights
+
+from shohin.experiment import repo_root
+
+pytestmark = pytest.mark.slurm
+ROOT = repo_root()
+ENV = dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="160", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+PARTITION = "debug"
+
+
+def shohin(*args, status=0):
+    r = subprocess.run([sys.executable, "-m", "shohin.cli", *map(str, args)], capture_output=True, text=True, env=ENV, cwd=ROOT)
+    assert r.returncode == status, r.stdout + r.stderr
+    return r
+
+
+def slurm(*cmd, check=True): return subprocess.run(cmd, capture_output=True, text=True, check=check, env=ENV).stdout
+
+
+def until(what, timeout=120):
+    "Wait for `what()` to be true; it is asked five times a second."
+    deadline = time.time() + timeout
+    while not (got := what()):
+        assert time.time() < deadline, slurm("squeue", "-r") + slurm("bash", "-c", "tail -n 5 /tmp/*/log/slurmctld.log", check=False)
+        time.sleep(.2)
+    return got
+
+
+def states(data): return {r["name"]: r["state"] for r in json.loads(shohin("status", data / "runs", "--json").stdout)}
+
+
+def drained(): return not slurm("squeue", "-h").strip()
+
+
+def restarts(job): return int(re.search(r"Restarts=(\d+)", slurm("scontrol", "show", "job", job))[1])
+
+
+def at_once(job):
+    "A requeued job waits two minutes before it may start; not here."
+    until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", job))
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+@pytest.fixture(autouse=True)
+def cluster():
+    up = shutil.which("sbatch") and subprocess.run(["sinfo", "-h"], capture_output=True, env=ENV).returncode == 0
+    if not up:
+        why = "no Slurm here: eval \"$(scripts/slurm_one_machine.sh start)\""
+        if os.environ.get("SHOHIN_NEEDS_SLURM"): pytest.fail(why)
+        pytest.skip(why)
+    yield
+    slurm("scancel", "-u", "root", check=False)
+    until(drained, 30)
+
+
+def test_an_array_that_completes(tmp_path):
+    "Two notebooks share runs: each is a task once, and the report has both pages. Submitted again, nothing is doubled."
+    args = ["submit", "one-update", "scan-peek", "--profile", "smoke", "--partition", PARTITION, "--data", tmp_path / "data", "--reports", tmp_path / "reports", "--json"]
+    doc = json.loads(shohin(*args).stdout)
+    assert [j["kind"] for j in doc["jobs"]] == ["corpora", "arm", "arm", "arm", "report"]
+    assert [j["runs"] for j in doc["jobs"][1:4]] == [[f"{e}/{a}/1" for e in ("one-update", "scan-peek")] for a in ("interleaved", "block", "no-guard")]
+    again = json.loads(shohin(*args).stdout)
+    assert again["jobs"] == [] and len(again["waits_for"]) == 3
+    until(drained)
+    assert set(states(tmp_path / "data").values()) == {"finished"}, shohin("status", tmp_path / "data/runs").stdout
+    for name in ("one-update", "scan-peek"): assert (tmp_path / f"reports/{name}.html").exists() and (tmp_path / f"reports/results/{name}.json").exists()
+    slurm("scontrol", "update", f"PartitionName={PARTITION}", "State=DOWN")                 # the next one must not start
+    try: assert [j["kind"] for j in json.loads(shohin(*args).stdout)["jobs"]] == ["report"]
+    finally: slurm("scontrol", "update", f"PartitionName={PARTITION}", "State=UP")
+
+
+def test_requeued_out_of_time_and_failing(tmp_path):
+    """One task is requeued in the middle, one gets the signal of the time limit, one fails at once. The first two end with the weights
+    of a run that nobody disturbed, the third takes only the arm with it that forks from it, and says why."""
+    data = tmp_path / "data"
+    good = [("base", None, None, "none", 800), ("late", None, None, "seed", 800), ("child", "base", 800, "none", 816)]
+    nb = notebook(tmp_path, "tiny", [*good, ("broken", None, None, "seeed", 8), ("orphan", "broken", 8, "none", 16)])
+    args = ["submit", nb, "--profile", "smoke", "--partition", PARTITION, "--data", data, "--reports", tmp_path / "reports", "--json"]
+    jobs = {j["arm"] if j["kind"] == "arm" else j["kind"]: j["id"] for j in json.loads(shohin(*args).stdout)["jobs"]}
+    assert set(jobs) == {"corpora", "base", "late", "child", "broken", "orphan", "report"}
+    until(lambda: midway(data, "base"))
+    slurm("scontrol", "requeue", jobs["base"])
+    at_once(jobs["base"])
+    until(lambda: midway(data, "late"))
+    slurm("scancel", "--signal=USR2", jobs["late"])              # what Slurm sends before the time limit
+    at_once(jobs["late"])
+    assert restarts(jobs["base"]) == restarts(jobs["late"]) == 1
+    until(drained)
+    now = states(data)
+    assert [now[f"tiny/{a}/1"] for a in ("base", "late", "child")] == ["finished"] * 3
+    assert "unknown guard 'seeed'" in now["tiny/broken/1"] and now["tiny/broken/1"].startswith("failed: "), now
+    assert now["tiny/orphan/1"] == "failed: orphan forks from broken/1, which is not finished"
+    assert "arms missing: broken/1, orphan/1" in now["report tiny"] and not (tmp_path / "reports").exists() and not (data / "results/tiny.json").exists()
+    assert weights(data) == undisturbed(tmp_path, data, good)
+    table = shohin("status", data / "runs").stdout
+    assert "4 finished, 3 failed" in table, table
+    assert [j["arm"] for j in json.loads(shohin(*args).stdout)["jobs"] if j["kind"] == "arm"] == ["broken", "orphan"]
+
+
+def test_the_printed_script(tmp_path):
+    "The script of --dry-run, submitted by hand: two levels, a report; the signal before the time limit requeues."
+    data = tmp_path / "data"
+    arms = [("base", None, None, "none", 800), ("child", "base", 800, "none", 816)]
+    nb = notebook(tmp_path, "tiny", arms)
+    text = shohin("submit", nb, "--profile", "smoke", "--partition", PARTITION, "--data", data, "--reports", tmp_path / "reports", "--sbatch", "comment=by hand", "--dry-run").stdout
+    sh = tmp_path / "sweep.sh"
+    sh.write_text(text)
+    assert not data.exists() and drained()                       # a dry run leaves nothing
+    assert subprocess.run(["bash", "-n", sh]).returncode == 0 and "#SBATCH --comment='by hand'" in text
+    corpora, level0, level1, report = subprocess.run(["bash", sh.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, check=True).stdout.removeprefix("submitted: ").split()
+    until(lambda: midway(data, "base"))
+    slurm("scancel", "--batch", "--signal=USR1", f"{level0}_0")
+    at_once(f"{level0}_0")
+    until(drained)
+    assert weights(data) == undisturbed(tmp_path, data, arms)
+    assert (tmp_path / "reports/tiny.html").exists() and (tmp_path / "reports/index.html").exists()
+    for job in (corpora, f"{level0}_0", f"{level1}_1", report): assert "ExitCode=0:0" in slurm("scontrol", "show", "job", job), job
