@@ -2,6 +2,7 @@
 # make test                          lessons and tests, under 10 minutes on two cores
 # make check                         everything CI does
 # make bench                         benchmarks; alone on an idle machine
+# make gpu-check                     is this GPU fit? at most 8 minutes
 # make pages                         the published pages anew from their results
 # PYTHON=python3.12 chooses the interpreter, VENV=path the environment.
 PYTHON ?= python3
@@ -10,7 +11,7 @@ SEEDS ?= 1
 ALL ?=
 BIN = $(VENV)/bin
 
-.PHONY: reproduce test check bench pages
+.PHONY: reproduce test check bench gpu-check pages
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/.has-report
@@ -26,6 +27,9 @@ check:
 
 bench: $(VENV)/.has-dev
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m benchmark -s tests/bench_*.py
+
+gpu-check: $(VENV)/.has-report
+	$(BIN)/python scripts/gpu_check.py
 
 pages: $(VENV)/.has-report
 	$(BIN)/python -c 'from shohin.report import build_site; from shohin.reproduce import EXPERIMENTS; build_site([], "reports/results", "reports", EXPERIMENTS)'
