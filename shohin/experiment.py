@@ -144,7 +144,7 @@ def check_arms(arms):
         out += ready; todo = [a for a in todo if a not in ready]
     return out
 
-# %% ../nbs/42_experiment.ipynb #b05a5fc4
+# %% ../nbs/42_experiment.ipynb #f5ca6f6c
 def _runs_of(values):
     "[[first index, value], ...] where the value changes."
     out = []
@@ -171,6 +171,7 @@ def make_record(folder, limit=20_000) -> dict:
                    domains=_runs_of([r["domains"] for r in rows])[:200],
                    probes=dict(step=[r["step"] for r in probes], **{d: [_round(r["probes"][d], 4) for r in probes] for d in (probes[0]["probes"] if probes else ())}))
         cfg = {k: v for k, v in cfg.items() if k not in ("corpus", "keep", "checkpoint_every", "checkpoint_s")}
+        if len(order := json.dumps(cfg["order"], sort_keys=True)) > 2000: cfg["order"] = dict(kind=cfg["order"]["kind"], sha256=hashlib.sha256(order.encode()).hexdigest())   # a schedule of a thousand stages
         record = dict(key=result["key"], name=result["name"], config=cfg, versions=_versions(), result=result, log=log)
         if len(json.dumps(record, separators=(",", ":"))) <= limit: return record
     raise UserError(f"the record of run {result['key']} is over {limit} bytes; probe less often")

@@ -149,7 +149,11 @@ def test_record_of_a_long_run_still_fits(done, tmp_path):
     rows = [dict(step=t, loss=float(rng.normal(2, .2)), grad_norm=float(rng.random()), decision="apply", domains={"code_python": 6}) for t in range(1500)]
     rows[700]["loss"] = "nan"
     (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = json.loads((folder / "config.json").read_text())
+    cfg["order"]["weights"] = [[t, dict(code_python=t % 2, tables=1)] for t in range(1500)]
+    (folder / "config.json").write_text(json.dumps(cfg))
     long = Run(make_record(folder))
+    assert set(long.config["order"]) == {"kind", "sha256"}
     assert len(long.loss) == 1500 and math.isnan(long.loss[700]) and len(json.dumps(long.record, separators=(",", ":"))) <= 20_000
 
 
