@@ -127,7 +127,7 @@ def test_where_a_step_goes(trainers, monkeypatch):
         commit=subprocess.run(["git", "rev-parse", "HEAD"], cwd=RESULT.parent, capture_output=True, text=True).stdout.strip(),
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=numpy.__version__),
         answers=[f"Of a step of the cpu profile ({a['total']:.0f} ms) the passes take {share(a, 'forward') + share(a, 'backward'):.0f} %, Muon {share(a, 'newton_schulz') + share(a, 'muon'):.0f} %, everything that is about data, guards and the log {share(a, 'read') + share(a, 'vote') + share(a, 'look') + share(a, 'rest'):.1f} %.",
-                 f"DistributedTrainer waits for the device {waits['DistributedTrainer']} time a step; Trainer, made for a CPU, {waits['Trainer']} times.",
+                 f"Waits for the device in a step: DistributedTrainer {waits['DistributedTrainer']}, Trainer, made for a CPU, {waits['Trainer']}.",
                  f"At 135M the weights, gradients and optimizer state take {(state['weights'] + state['gradients'] + state['optimizer']) / 1e9:.2f} GB; a row of 2,048 tokens keeps {kept / 1e9:.2f} GB for the backward pass in bf16."],
         tables=[
             dict(title="Time", caption="Milliseconds of each part of a step, medians; DistributedTrainer, one rank, one thread",
@@ -136,7 +136,7 @@ def test_where_a_step_goes(trainers, monkeypatch):
                  rows=[dict(id=k, part=PARTS.get(k, "whole step"), small_ms=round(a[k], 2), small_share=share(a, k), large_ms=round(b[k], 1), large_share=share(b, k)) for k in (*PARTS, "total")]),
             dict(title="Waits", caption="How often a step makes the host wait for the device", text=["Counted from the operations that a step dispatches; a test holds DistributedTrainer to one."],
                  columns=dict(trainer="trainer", waits="waits a step"), rows=[dict(id=k, trainer=k, waits=v) for k, v in waits.items()]),
-            dict(title="Memory", caption="Bytes at 135M by component, measured on allocated tensors and as `shohin reproduce --dry-run` plans them",
+            dict(title="Memory", caption="Bytes at 135M by component, measured on allocated tensors and as a dry run of shohin reproduce plans them",
                  text=["Weights, gradients and state do not depend on the batch. What the passes keep grows with the rows of a micro-batch; the plan's figure is an estimate made for fused kernels."],
                  columns=dict(part="component", measured="measured, MB", planned="planned, MB"),
                  rows=[dict(id="weights", part="weights, fp32", measured=round(count(named.values()) / 1e6, 1), planned=round(state["weights"] / 1e6, 1)),
@@ -147,7 +147,7 @@ def test_where_a_step_goes(trainers, monkeypatch):
                f"Here Newton-Schulz ran at {ns / nb / 1e9:.0f} GFLOP/s, the passes at {per_token * 2048 / (b['forward'] + b['backward']) / 1e6:.0f}: the smaller of the two shows where a GPU needs a profile first.",
                "Each look at the device costs a GPU what it would have done while the host asked, waited and sent the next work, some tens of microseconds, and keeps the host from running ahead. The guard needs the loss before the update: one look is the least.",
                "The gather of the losses is also what keeps ranks together; with nccl it runs on the device, and its result is what the host waits for.",
-               "Probes and checkpoints are not in the table. A probe is a forward pass over the held-out rows, on the first rank, in fp32. A checkpoint of the seed's model is 0.9 GB, written by the first rank while the others wait.",
+               "Probes and checkpoints are not in the table. A probe is a forward pass over the held-out rows, on the first rank, in fp32. A checkpoint of the seed's model is 1.1 GB, written by the first rank while the others wait.",
                "torch.compile fuses norms, RoPE, SwiGLU and the loss; the table is without it."])
     print(json.dumps(doc["answers"], indent=1))
     for t in doc["tables"]: print(*t["rows"], sep="\n")
