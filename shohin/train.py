@@ -8,7 +8,7 @@ __all__ = ['DISTRIBUTED', 'RunConfig', 'DistributedConfig', 'load_config', 'lr_s
            'read_log', 'Trainer', 'history', 'key_of', 'Stop', 'DistributedTrainer', 'Ended', 'to_host', 'log_line',
            'read_config', 'main']
 
-# %% ../nbs/20_train.ipynb #753bf0e4
+# %% ../nbs/20_train.ipynb #629f74be
 import ast, fcntl, hashlib, json, math, os, shutil, signal, sys, time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -29,7 +29,7 @@ from .model import GPT, GPTConfig, attention_logits
 from .muon import make_optimizers
 from .order import make_order
 from .probe import Probe
-from .ranks import Gradients, RankOptimizers, Ranks, check_rows, find_ranks, lost_peer, under_torchrun
+from .ranks import Gradients, RankOptimizers, Ranks, check_rows, find_ranks, lost_peer, quit_now, under_torchrun
 from .shards import Manifest, UserError
 
 # %% ../nbs/20_train.ipynb #52bd1a95
@@ -448,7 +448,7 @@ class Stop:
             except OSError: self.asked = True
         return self.asked
 
-# %% ../nbs/20_train.ipynb #da7461f3
+# %% ../nbs/20_train.ipynb #4702bde1
 class DistributedTrainer(Trainer):
     "Train one `DistributedConfig` on the ranks that torchrun started, or alone on a GPU; resumes on any number of ranks."
     def __init__(self, cfg: DistributedConfig, runs, say=None, manifest=None, ranks: Ranks | None = None):
@@ -471,26 +471,23 @@ class DistributedTrainer(Trainer):
         if self.gradients is None: self.gradients = Gradients(self.model, ranks, cfg.micro_batch, cfg.autocast, cfg.compile)
         probes = None
         if self.probing(t) and ranks.first: probes = {d: _num(v["nats_per_token"]) for d, v in self.probe.evaluate(self.model).items()}
-        batch = self.loader.batch(t)
-        rows = batch.tokens.pin_memory().to(ranks.device, non_blocking=True) if ranks.device.type == "cuda" else batch.tokens
+        rows = self.rows(t)
         capture = cfg.attn_every and t % cfg.attn_every == 0
         self.optim.zero_grad()
         with attention_logits(self.model) if capture else nullcontext() as peaks: ce = self.gradients(rows)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip)
-        before = self.optim.norm() if self.pending and self.optim.update_norms else ce.new_zeros(())
+        before = self.after_update() if self.pending and self.optim.update_norms else ce.new_zeros(0)
         said = torch.tensor([float(due), float(bool(self.stop))]).to(ranks.device, non_blocking=True)
-        each = torch.cat([ce, torch.stack([grad_norm, before]), said, *([peaks.amax(1)] if capture else [])])
-        every = to_host(ranks.gather(each))                                          # (W, B/W + 4 + layers): the one look at the device
-        n = len(ce)
-        ce, (grad_norm, before) = [x for r in every for x in r[:n]], every[0][n:n+2]
-        save, end = (any(r[n + i] > 0 for r in every) for i in (2, 3))
-        done = self.complete(before)
+        each = torch.cat([ce, grad_norm[None], said, *([peaks.amax(1)] if capture else []), before])
+        every = to_host(ranks.gather(each))                                          # (W, numbers): the one look at the device
+        n, layers = len(ce), cfg.model["n_layer"] if capture else 0
+        ce, grad_norm = [x for r in every for x in r[:n]], every[0][n]
+        save, end = (any(r[n + i] > 0 for r in every) for i in (1, 2))
+        done = self.complete(every[0][n + 3 + layers:])
         loss = sum(ce) / len(ce)
-        self.decision = decision = vote(self.guards, loss, grad_norm)
+        self.decision = decision = self.decide(loss, grad_norm)
         self.optim.update_norms = {}
-        if decision.apply:
-            if decision.reason == "clip": torch.nn.utils.clip_grad_norm_(self.model.parameters(), decision.to)
-            self.optim.set_lr(self.lr(t)); self.optim.step()
+        if decision.apply: self.apply(decision)
         else: self.skips += 1
         per = {}
         for span, c in zip(self.order.spans(t), ce, strict=True): per.setdefault(span.domain, []).append(c)
@@ -499,15 +496,35 @@ class DistributedTrainer(Trainer):
                             domains={d: len(v) for d, v in per.items()}, domain_loss={d: _num(sum(v) / len(v)) for d, v in per.items()},
                             decision=("apply" if decision.reason == "ok" else f"apply:{decision.reason}") if decision.apply else f"skip:{decision.reason}")
         if probes: self.pending["probes"] = probes
-        if capture: self.pending["max_attention_logit"] = [_num(max(layer)) for layer in zip(*(r[n + 4:] for r in every), strict=True)]
+        if capture: self.pending["max_attention_logit"] = [_num(max(layer)) for layer in zip(*(r[n + 3:n + 3 + layers] for r in every), strict=True)]
         self.now += 1
         return done, save, end
 
-    def complete(self, update_norm=None):
-        "The row that waits for the norm of its update, with that norm; None if none waits. Without a number it is read from the device."
+    def complete(self, numbers=None):
+        "The row that waits for what is known of its update only now; None if none waits. Without numbers they are read from the device."
         row, self.pending = self.pending, None
-        if row and self.decision.apply: row["update_norm"] = _num(self.optim.update_norm if update_norm is None else update_norm)
+        if row and self.optim.update_norms: row |= self.describe(to_host(self.after_update()) if numbers is None else numbers)
         return row
+
+    # --- what a trainer that does more changes
+    def rows(self, t):
+        "Rows (B/W, T+1) of step `t` on the device."
+        tokens = self.loader.batch(t).tokens
+        return tokens.pin_memory().to(self.ranks.device, non_blocking=True) if self.ranks.device.type == "cuda" else tokens
+
+    def decide(self, loss, grad_norm): return vote(self.guards, loss, grad_norm)
+
+    def apply(self, decision):
+        if decision.reason == "clip": torch.nn.utils.clip_grad_norm_(self.model.parameters(), decision.to)
+        self.optim.set_lr(self.lr(self.now)); self.optim.step()
+
+    def after_update(self):
+        "Numbers (k,) about the last update, still on the device."
+        return self.optim.norm()[None]
+
+    def describe(self, numbers) -> dict:
+        "What they are called in the log."
+        return dict(update_norm=_num(numbers[0]))
 
     def step(self) -> dict:
         "One training step; returns its log row."
@@ -576,10 +593,12 @@ def to_host(x) -> list:
     "The numbers of a tensor as (nested) Python floats: waits for the device."
     return x.tolist()
 
-# %% ../nbs/20_train.ipynb #7b2d35f0
+# %% ../nbs/20_train.ipynb #2e99f94d
 def log_line(row) -> str:
     "A line for people and for log readers: `step 10 loss 2.5000 gnorm 0.11 lr 0.0005`."
     return f"step {row['step']} loss {float(row['loss']):.4f} gnorm {float(row['grad_norm']):.2f} lr {row['lr']:.4g}"
+
+_LIVE = []          # the trainer of this process: what it met with others over is not to be taken apart before the process ends
 
 def read_config(path) -> RunConfig:
     "The config in a JSON file; under torchrun a distributed one."
@@ -601,6 +620,7 @@ def main(argv=None):
         say = lambda line: print(line, flush=True)
         every = lambda row: say(log_line(row)) if row["step"] % 100 == 0 else None
         trainer = (DistributedTrainer if isinstance(cfg, DistributedConfig) else Trainer)(cfg, args[1], say)
+        _LIVE.append(trainer)
         if args[2:] and args[2] != trainer.key: raise UserError("the source changed after this run was planned; start the sweep again")
         r = trainer.run(every)
         if isinstance(trainer, DistributedTrainer): trainer.ranks.leave()
@@ -612,6 +632,6 @@ def main(argv=None):
         tell(f"lost another rank{f' in step {trainer.now}' if trainer else ''} ({str(e).strip().splitlines()[0][:120]}); the same command goes on from the last checkpoint"); return 1
     return 0
 
-# %% ../nbs/20_train.ipynb #9f8366b1
+# %% ../nbs/20_train.ipynb #dd282248
 #| eval: false
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__": quit_now(main())

@@ -40,6 +40,7 @@ def muon():
 def nan(config, runs, first, last):
     "Rank 1's weights are broken in steps first..last, as by a bad memory cell, and whole again afterwards."
     trainer = T.DistributedTrainer(T.read_config(config), runs)
+    T._LIVE.append(trainer)
     trainer.ranks.meet()
     real = trainer.gradients = T.Gradients(trainer.model, trainer.ranks)
     def broken(rows):
