@@ -32,7 +32,7 @@ gpu-check: $(VENV)/.has-report
 	$(BIN)/python scripts/gpu_check.py
 
 pages: $(VENV)/.has-report
-	$(BIN)/python -c 'from shohin.report import build_site; from shohin.reproduce import EXPERIMENTS; build_site([], "reports/results", "reports", EXPERIMENTS)'
+	$(BIN)/python -c 'from shohin.report import build_site; from shohin.reproduce import EXPERIMENTS, GUIDES; build_site([], "reports/results", "reports", EXPERIMENTS, GUIDES)'
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit("shohin needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'

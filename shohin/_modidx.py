@@ -874,6 +874,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'shohin.report._data_uri': ('report.html#_data_uri', 'shohin/report.py'),
                                'shohin.report._digest': ('report.html#_digest', 'shohin/report.py'),
                                'shohin.report._dots': ('report.html#_dots', 'shohin/report.py'),
+                               'shohin.report._guide': ('report.html#_guide', 'shohin/report.py'),
                                'shohin.report._head_of': ('report.html#_head_of', 'shohin/report.py'),
                                'shohin.report._highlight': ('report.html#_highlight', 'shohin/report.py'),
                                'shohin.report._index': ('report.html#_index', 'shohin/report.py'),

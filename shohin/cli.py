@@ -480,7 +480,7 @@ def _dry_run(plan, as_json):
         for x in render(plan): con.print(x, **(dict(markup=False, soft_wrap=True) if isinstance(x, str) else {}))
     if bad := plan.findings(): raise UserError("this plan cannot run: " + "; ".join(bad))
 
-# %% ../nbs/49_cli.ipynb #385779f7
+# %% ../nbs/49_cli.ipynb #1428482e
 @app.command()
 def submit(notebooks: Annotated[list[str], typer.Argument(help="experiments, or paths of notebooks")],
            partition: Annotated[str, typer.Option(help="of the cluster; sinfo lists them")],
@@ -514,9 +514,9 @@ def submit(notebooks: Annotated[list[str], typer.Argument(help="experiments, or 
     of = {}
     for j in doc["jobs"]: of.setdefault((j["kind"], j["level"]), []).append(j)
     for (kind, level), js in of.items():
-        what = f"{len(js)} arms" + (f" that fork from level {level - 1}" if level else "") if kind == "arm" else kind
+        what = f"{len(js)} arm{'s' * (len(js) > 1)}" + (f" of level {level}" if level else "") if kind == "arm" else kind
         say(f"{js[0]['id'].partition('_')[0]}: {what}" + (": " + ", ".join(j["runs"][0] for j in js) if kind == "arm" else ""))
-    if doc["waits_for"]: say(f"{len(doc['waits_for'])} arms are on their way already")
+    if n := len(doc["waits_for"]): say(f"{n} arm{'s are' if n > 1 else ' is'} on the way already")
     say("nothing to submit; shohin status shows what is on its way" if not doc["jobs"] else f"shohin status {Path(doc['data']) / 'runs'} shows how far they are")
 
 # %% ../nbs/49_cli.ipynb #3bb530ee

@@ -510,14 +510,28 @@ def _bench_page(result: dict) -> str:
         tables.append(dict(title=t.get("title"), slug=_slug(t["title"], taken) if t.get("title") else "", text=[text] if isinstance(text, str) else text, table=table))
     return printable(_render("bench.html.j2", r=result, tables=tables, digest=_digest(result), css=Markup((ASSETS / "style.css").read_text())))
 
-# %% ../nbs/41_report.ipynb #b8bff91c
-def _index(results: list[dict], titles: dict, benchmarks=()) -> str:
+# %% ../nbs/41_report.ipynb #3462d9d0
+def _guide(path: Path) -> str:
+    "A page from a notebook of text."
+    import nbformat
+    from markupsafe import Markup
+    try: nb = nbformat.read(path, as_version=4)
+    except FileNotFoundError: raise UserError(f"{path}: no such notebook") from None
+    if any(c.cell_type != "markdown" for c in nb.cells): raise UserError(f"{path}: a guide has text cells only")
+    digest = hashlib.sha256("\n\n".join(c.source for c in nb.cells).encode()).hexdigest()
+    toc, taken = [], {"main"}
+    title, summary = _tidy(nb)
+    body = Markup("\n").join(_prose(c.source, True, toc, taken) for c in nb.cells)
+    return printable(_render("guide.html.j2", title=title, summary=summary, body=body, toc=toc, digest=digest, css=Markup((ASSETS / "style.css").read_text())))
+
+# %% ../nbs/41_report.ipynb #0b10a691
+def _index(results: list[dict], titles: dict, benchmarks=(), guides=()) -> str:
     "The front page: what this is, each experiment's answer, every claim, the benchmarks, and what it was all made from."
     from markupsafe import Markup
     script = (ASSETS / "ledger.js").read_text().strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     verdicts = Counter(c["verdict"] for r in results for c in r["claims"])
-    return printable(_render("index.html.j2", results=results, titles=titles, verdicts=verdicts, names=VERDICTS, sources=SOURCES, benchmarks=benchmarks,
+    return printable(_render("index.html.j2", results=results, titles=titles, verdicts=verdicts, names=VERDICTS, sources=SOURCES, benchmarks=benchmarks, guides=guides,
                              css=Markup((ASSETS / "style.css").read_text()), script=Markup(script), script_hash=digest))
 
 def _head_of(page: str) -> tuple[str, str]:
@@ -525,12 +539,12 @@ def _head_of(page: str) -> tuple[str, str]:
     meta = _Reader(page).meta
     return meta.get("shohin-title", ""), meta.get("shohin-summary", "")
 
-# %% ../nbs/41_report.ipynb #0c1b3b4b
-def build_site(notebooks, results_dir, out, order=()) -> Path:
+# %% ../nbs/41_report.ipynb #0ed30b51
+def build_site(notebooks, results_dir, out, order=(), guides=()) -> Path:
     """Make `out`/index.html and one page for each executed notebook, named like it; returns the index. The results
     are `results_dir`/NAME.json and are copied to `out`/results. Pages made earlier, with their results in `out`, stay in
-    the index, which lists the experiments in `order`. Each `out`/benchmarks/NAME.json becomes bench-NAME.html. Nothing is
-    written unless all of it can be."""
+    the index, which lists the experiments in `order`. Each `out`/benchmarks/NAME.json becomes bench-NAME.html, each
+    notebook of `guides` a page of text. Nothing is written unless all of it can be."""
     import nbformat
     results_dir, out = Path(results_dir), Path(out)
     pages, results = {}, {}
@@ -550,8 +564,11 @@ def build_site(notebooks, results_dir, out, order=()) -> Path:
     benchmarks = [_benchmark(path) for path in sorted((out / "benchmarks").glob("*.json"))]
     for b in benchmarks:
         pages[_name(b)], files[f"benchmarks/{b['benchmark']}.json"] = _bench_page(b), (out / f"benchmarks/{b['benchmark']}.json").read_text(encoding="utf-8")
+    text = {p.stem: _guide(p) for p in map(Path, guides)}
+    text |= {p.stem: page for p in sorted(out.glob("*.html")) if p.stem not in text and "shohin-guide" in _Reader(page := p.read_text(encoding="utf-8")).meta}
+    pages |= text; titles |= {name: _head_of(page) for name, page in text.items()}
     rank = {name: i for i, name in enumerate(order)}
-    pages["index"] = _index([results[n] for n in sorted(results, key=lambda n: (rank.get(n, len(rank)), n))], titles, benchmarks)
+    pages["index"] = _index([results[n] for n in sorted(results, key=lambda n: (rank.get(n, len(rank)), n))], titles, benchmarks, list(text))
     files |= {f"{name}.html": page for name, page in pages.items()}
     with tempfile.TemporaryDirectory() as trial:
         for name, text in files.items(): _write(Path(trial) / name, text)
@@ -586,7 +603,7 @@ class _Reader(HTMLParser):
     def handle_endtag(self, tag):
         if tag == "data" and self._open: self.cited.append(tuple(self._open)); self._open = None
 
-# %% ../nbs/41_report.ipynb #ea3db2b7
+# %% ../nbs/41_report.ipynb #af57100d
 def check_pages(site) -> list[str]:
     """Problems of a site, none if it is sound: a page that was not made from the results file beside it, a number
     or verdict that differs from it, a claim or a value of a benchmark that is missing, a page without its file (or the
@@ -613,6 +630,8 @@ def check_pages(site) -> list[str]:
         if "benchmark" in result:
             problems += [f"{name}.html: lacks {path}" for i in range(len(result["tables"])) for *_, path in _cells(result, i) if f"{name}:{path}" not in cited[name]]
             if "index" in read and f"{name}.html" not in read["index"].links: problems.append(f"index.html: lacks the benchmark {result['benchmark']}")
-    problems += [f"{n}.html: has no results file" for n in read if n != "index" and n not in results]
+    guides = [n for n in read if n not in results and "shohin-guide" in read[n].meta]
+    problems += [f"{n}.html: has no results file" for n in read if n not in ("index", *guides) and n not in results]
+    if "index" in read: problems += [f"index.html: lacks the guide {n}" for n in guides if f"{n}.html" not in read["index"].links]
     if "index" not in read: problems.append("index.html: is missing")
     return problems

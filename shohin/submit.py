@@ -59,7 +59,7 @@ def plan_tasks(names, profile: str, seeds: list, data) -> tuple:
     for t in tasks.values(): t.level = tasks[t.parent].level + 1 if t.parent in tasks else 0
     return tasks, sorted(corpora)
 
-# %% ../nbs/45_submit.ipynb #c9c5211e
+# %% ../nbs/45_submit.ipynb #f909ac0a
 ENDED = ("arms missing", "no arms missing")      # how the notebook stops after one arm (`Sweep.run`)
 
 @dataclass
@@ -101,7 +101,7 @@ class Job:
         from shohin.reproduce import last_words, papermill
         out = Path(self.folder) / f"{Path(self.notebook).stem}-{self.arm}-{self.seed}.ipynb"
         params = dict(self.params, arm=self.arm, seeds=[self.seed], results=str(Path(self.folder) / "results"))
-        status, log = papermill(self.notebook, params, out, SHOHIN_TRAIN="arm", SHOHIN_JOB=me)
+        status, log = papermill(self.notebook, params, out, deaf_to=[signal.SIGUSR2], SHOHIN_TRAIN="arm", SHOHIN_JOB=me)
         if told or status in (-signal.SIGTERM, -signal.SIGUSR2): time.sleep(self.wait)       # Slurm ends this job, and queues it again
         if (why := last_words(out, log)).startswith(ENDED): print(f"{Path(self.notebook).stem}/{self.arm}/{self.seed}: finished", flush=True)
         else: raise UserError(why)
@@ -115,7 +115,7 @@ class Job:
 def _note(path, **what):
     tmp = path.with_suffix(".tmp"); tmp.write_text(json.dumps(what)); tmp.replace(path)
 
-# %% ../nbs/45_submit.ipynb #8690092a
+# %% ../nbs/45_submit.ipynb #f57e9f8a
 def minutes(text) -> int:
     "Minutes of a time as Slurm writes it: `90`, `1:30:00` (hours), `90:00` (minutes), `2-12` or `2-12:00` (days)."
     m = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text).strip())
@@ -149,7 +149,7 @@ def options_for(prof: dict, partition: str, time="24:00:00", gpus_per_node=None,
     if cards and gpus_per_node not in (None, ranks): raise UserError(f"profile {prof['name']} trains a run on {ranks} cards: --gpus-per-node {gpus_per_node} does not fit; change `ranks` in profiles.toml")
     bad = [k for k in (more or {}) if k in ("array", "dependency", "output", "error", "signal", "job-name", "requeue", "no-requeue", "open-mode", "parsable", "wrap")]
     if bad: raise UserError(f"--sbatch {bad[0]}: this one is set by the sweep")
-    return Options(partition, str(time), gpus_per_node or (ranks if cards else None), cpus_per_task or prof["threads"] * (ranks if cards else 1), max_parallel, dict(more or {}))
+    return Options(partition, str(time), gpus_per_node or (ranks if cards else None), cpus_per_task or prof["threads"] * ranks, max_parallel, dict(more or {}))
 
 # %% ../nbs/45_submit.ipynb #443ec92a
 def _slurm(*cmd) -> str:
