@@ -9,7 +9,7 @@ __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'shard_rows', 's
            'peak_step', 'outcomes', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'criterion_history', 'judge',
            'write_results']
 
-# %% ../nbs/42_experiment.ipynb #7e8b4876
+# %% ../nbs/42_experiment.ipynb #c905608e
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ from .order import make_order
 from .report import interval
 from .shards import Manifest, Shard, UserError
 from .sources import HUBS, stream_corpus
-from .train import DistributedConfig, DistributedTrainer, RunConfig, Trainer, flat, key_of, load_config, read_log, write_json
+from .stability import key_of, load_config, trainer_for
+from .train import RunConfig, flat, read_log, write_json
 
 # %% ../nbs/42_experiment.ipynb #7f621ebb
 def _coerce(name, value, kind):
@@ -282,7 +283,7 @@ def outcomes(run: Run, reference: Run, at: int, old: str, new: str) -> dict:
                 skipped=skipped, skipped_share=skipped / max(1, int((run.step >= at).sum())), stopped=run.result["stopped"],
                 damage=d, damage_new=d[new], damage_old=d[old], mean_probe=float(np.mean([run.probe(x, run.result["steps"]) for x in d])))
 
-# %% ../nbs/42_experiment.ipynb #24f11fa2
+# %% ../nbs/42_experiment.ipynb #b0a538df
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -401,7 +402,7 @@ class Sweep:
             self.forget(a.parent, seed); return          # known by its record only, but its checkpoint is needed
         if record: shutil.rmtree(self.runs / key, ignore_errors=True)   # finished without a checkpoint that a new arm forks from
         self.write_down(cfg, key)
-        if self.profile["launcher"] == "inline": (DistributedTrainer if isinstance(cfg, DistributedConfig) else Trainer)(cfg, self.runs, manifest=self.manifest(cfg.corpus)).run()
+        if self.profile["launcher"] == "inline": trainer_for(cfg)(cfg, self.runs, manifest=self.manifest(cfg.corpus)).run()
         else: live[name, seed] = self.start(cfg, key)
 
     def write_down(self, cfg, key):
@@ -436,8 +437,8 @@ class Sweep:
         path = folder / "sweep.json"; path.write_text(json.dumps(asdict(cfg)))
         env = dict(os.environ, SHOHIN_PARENT=str(os.getpid()), OMP_NUM_THREADS=str(cfg.threads), MKL_NUM_THREADS=str(cfg.threads))
         out = open(folder / "stdout.txt", "a")
-        many = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.profile["ranks"]), "--max-restarts", "1", "-m"] if isinstance(cfg, DistributedConfig) else []
-        p = subprocess.Popen([sys.executable, "-m", *many, "shohin.train", str(path), str(self.runs), key], env=env, stdout=out, stderr=subprocess.STDOUT)
+        many = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.profile["ranks"]), "--max-restarts", "1", "-m"] if "ranks" in self.profile else []
+        p = subprocess.Popen([sys.executable, "-m", *many, trainer_for(cfg).__module__, str(path), str(self.runs), key], env=env, stdout=out, stderr=subprocess.STDOUT)
         return p, cfg, folder
 
     def watch(self, live, interval=0.5):

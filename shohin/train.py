@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DISTRIBUTED', 'RunConfig', 'DistributedConfig', 'load_config', 'lr_scale', 'flat', 'reachable_source', 'source_hash',
            'data_digest', 'run_key', 'write_json', 'tensors_hash', 'save_checkpoint', 'checkpoints', 'load_checkpoint',
-           'read_log', 'Trainer', 'history', 'key_of', 'Stop', 'DistributedTrainer', 'Ended', 'to_host', 'log_line',
-           'read_config', 'main']
+           'read_log', 'Trainer', 'history', 'key_of', 'source_of', 'Stop', 'DistributedTrainer', 'Ended', 'to_host',
+           'log_line', 'trainer_for', 'read_config', 'main']
 
 # %% ../nbs/20_train.ipynb #629f74be
 import ast, fcntl, hashlib, json, math, os, shutil, signal, sys, time
@@ -424,15 +424,17 @@ def history(runs, key, stop=None) -> list:
     rows = (history(runs, parent["run"], parent["step"]) if parent else []) + read_log(folder / "log.jsonl")
     return [r for r in rows if stop is None or r["step"] < stop]
 
-# %% ../nbs/20_train.ipynb #ff8c68c0
+# %% ../nbs/20_train.ipynb #4b1a4372
 DISTRIBUTED = (("train", "Trainer"), ("train", "DistributedTrainer"))
 
 def key_of(cfg: RunConfig, manifest: Manifest) -> str:
     "The `run_key` of a config, with the source of the trainer that it asks for. How many ranks there are is not in it."
-    return run_key(cfg, manifest, _distributed_source() if isinstance(cfg, DistributedConfig) else None)
+    return run_key(cfg, manifest, source_of(DISTRIBUTED) if isinstance(cfg, DistributedConfig) else None)
 
 @cache
-def _distributed_source(): return hashlib.sha256(json.dumps(reachable_source(DISTRIBUTED)).encode()).hexdigest()
+def source_of(entries) -> str:
+    "SHA-256 over what these definitions reach, as it was when this process first asked."
+    return hashlib.sha256(json.dumps(reachable_source(entries)).encode()).hexdigest()
 
 # %% ../nbs/20_train.ipynb #9734cb83
 class Stop:
@@ -448,17 +450,18 @@ class Stop:
             except OSError: self.asked = True
         return self.asked
 
-# %% ../nbs/20_train.ipynb #4702bde1
+# %% ../nbs/20_train.ipynb #708235f9
 class DistributedTrainer(Trainer):
     "Train one `DistributedConfig` on the ranks that torchrun started, or alone on a GPU; resumes on any number of ranks."
+    SOURCE = DISTRIBUTED         # what its runs' key reaches
     def __init__(self, cfg: DistributedConfig, runs, say=None, manifest=None, ranks: Ranks | None = None):
         self.ranks = ranks or find_ranks(cfg.device)
         check_rows(cfg.batch_size, self.ranks.world, cfg.micro_batch)
         super().__init__(cfg, runs, say if self.ranks.first else None, manifest)
-        self.key = key_of(cfg, self.manifest); self.folder = self.runs / self.key
+        self.key = run_key(cfg, self.manifest, source_of(self.SOURCE)); self.folder = self.runs / self.key
         self.loader = Loader(self.order, self.manifest, self.ranks.rank, self.ranks.world)
         self.model.to(self.ranks.device)
-        self.optim = RankOptimizers(self.model, self.ranks, **cfg.optim)
+        self.optim = self.make_optimizers()
         if cfg.autocast not in ("", "bf16"): raise UserError(f"autocast {cfg.autocast!r}: it is bf16, or nothing for fp32")
         self.gradients, self.pending, self.stop = None, None, Stop()
 
@@ -507,6 +510,8 @@ class DistributedTrainer(Trainer):
         return row
 
     # --- what a trainer that does more changes
+    def make_optimizers(self): return RankOptimizers(self.model, self.ranks, **self.cfg.optim)
+
     def rows(self, t):
         "Rows (B/W, T+1) of step `t` on the device."
         tokens = self.loader.batch(t).tokens
@@ -593,22 +598,24 @@ def to_host(x) -> list:
     "The numbers of a tensor as (nested) Python floats: waits for the device."
     return x.tolist()
 
-# %% ../nbs/20_train.ipynb #2e99f94d
+# %% ../nbs/20_train.ipynb #dfa5b2d7
 def log_line(row) -> str:
     "A line for people and for log readers: `step 10 loss 2.5000 gnorm 0.11 lr 0.0005`."
     return f"step {row['step']} loss {float(row['loss']):.4f} gnorm {float(row['grad_norm']):.2f} lr {row['lr']:.4g}"
 
 _LIVE = []          # the trainer of this process: what it met with others over is not to be taken apart before the process ends
 
-def read_config(path) -> RunConfig:
+def trainer_for(cfg): return DistributedTrainer if isinstance(cfg, DistributedConfig) else Trainer
+
+def read_config(path, load=load_config) -> RunConfig:
     "The config in a JSON file; under torchrun a distributed one."
     try: d = json.loads(Path(path).read_text())
     except (OSError, ValueError) as e: raise UserError(f"cannot read config {path}: {e}") from None
     if not isinstance(d, dict): raise UserError(f"config {path}: not a JSON object")
-    cfg = load_config({k: v for k, v in d.items() if k not in ("key", "manifest_hash")})
+    cfg = load({k: v for k, v in d.items() if k not in ("key", "manifest_hash")})
     return DistributedConfig(**asdict(cfg)) if under_torchrun() and not isinstance(cfg, DistributedConfig) else cfg
 
-def main(argv=None):
+def main(argv=None, load=load_config, trainer_for=trainer_for):
     """Train the config in a JSON file: `python -m shohin.train CONFIG.json RUNS`. Exit status 2: the input cannot be used;
     143: told to end, saved; 1: another rank is gone."""
     args, at = sys.argv[1:] if argv is None else argv, os.environ.get("RANK", "")
@@ -616,10 +623,10 @@ def main(argv=None):
     trainer = None
     try:
         if len(args) not in (2, 3): raise UserError("usage: python -m shohin.train CONFIG.json RUNS [KEY]")
-        cfg = read_config(args[0])
+        cfg = read_config(args[0], load)
         say = lambda line: print(line, flush=True)
         every = lambda row: say(log_line(row)) if row["step"] % 100 == 0 else None
-        trainer = (DistributedTrainer if isinstance(cfg, DistributedConfig) else Trainer)(cfg, args[1], say)
+        trainer = trainer_for(cfg)(cfg, args[1], say)
         _LIVE.append(trainer)
         if args[2:] and args[2] != trainer.key: raise UserError("the source changed after this run was planned; start the sweep again")
         r = trainer.run(every)
