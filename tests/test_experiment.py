@@ -9,6 +9,7 @@ import pytest
 from shohin import experiment as X
 from shohin.experiment import Arm, CliffArms, Run, Sweep, base_config, load_profile, make_record, repo_root
 from shohin.shards import UserError
+from shohin.train import Trainer
 
 ROOT = repo_root()
 
@@ -45,7 +46,7 @@ def test_arms_fork_where_they_part(done, small):
 
 def test_finished_runs_are_not_trained_again(done, small, monkeypatch):
     data, _, runs = done
-    monkeypatch.setattr(X.Trainer, "_train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(Trainer, "_train", lambda *_: pytest.fail("trained again"))
     again = sweep(small, data).run()
     assert {k: v.key for k, v in again.items()} == {k: v.key for k, v in runs.items()}
 
@@ -61,7 +62,7 @@ def test_records_stand_in_for_run_folders(done, small, tmp_path, monkeypatch):
     "With the committed records and no run folder nothing is trained, and the numbers are the same."
     data, s, runs = done
     for r in runs.values(): (tmp_path / f"{r.key}.json").write_text(json.dumps(r.record))
-    monkeypatch.setattr(X.Trainer, "_train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(Trainer, "_train", lambda *_: pytest.fail("trained"))
     again = sweep(small, data, runs=tmp_path / "runs", records=tmp_path).run()
     for job, r in runs.items():
         assert again[job].record == r.record
