@@ -352,7 +352,7 @@ def attribute(run: Annotated[Path, typer.Argument(help="a run folder with checkp
     _show(a, as_json, html)
     raise typer.Exit(a.exit_status)
 
-# %% ../nbs/49_cli.ipynb #44719dbc
+# %% ../nbs/49_cli.ipynb #2fda240e
 @app.command()
 def train(corpus: CORPUS = None, config: Annotated[Path | None, typer.Option(help="a run's config as JSON; the other options change it")] = None,
           runs: Annotated[Path, typer.Option(help="folder of run folders")] = Path("data/runs"), name: str = "run",
@@ -366,7 +366,8 @@ def train(corpus: CORPUS = None, config: Annotated[Path | None, typer.Option(hel
           keep: Annotated[list[int] | None, typer.Option(help="keep the checkpoint of this step; may be repeated")] = None,
           threads: int | None = None, every: Annotated[int, typer.Option(help="steps between printed lines")] = 10, as_json: JSON = False):
     "Train one run; interrupted, the same command goes on to the bit. Prints the folder of the run."
-    from shohin.train import Trainer, load_config, log_line, checkpoints
+    from shohin.stability import load_config, trainer_for
+    from shohin.train import log_line, checkpoints
     d = dict(name=name, corpus=str(corpus), model=dict(n_layer=3, d_model=128, n_head=4, n_kv_head=2, head_dim=32, d_ff=384), steps=steps or 1000, batch_size=batch_size,
              seq_len=seq_len, model_seed=model_seed, order=_spec(order, data_seed))
     if config:
@@ -386,7 +387,7 @@ def train(corpus: CORPUS = None, config: Annotated[Path | None, typer.Option(hel
         if not at.isdigit() or int(at) not in have: raise UserError(f"--from {fork}: {runs / Path(run).name} has checkpoints at {', '.join(map(str, have)) or 'no step'}; write RUN@STEP")
         d["parent"] = dict(run=Path(run).name, step=int(at), hash=json.loads((have[int(at)] / "state.json").read_text())["hash"])
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if as_json else (lambda line: print(line, flush=True))
-    t = Trainer(load_config(d), runs, say)
+    t = trainer_for(cfg := load_config(d))(cfg, runs, say)
     _same_data(t, runs)
     result = t.run(lambda row: say(log_line(row)) if row["step"] % every == 0 else None)
     if as_json: print(json.dumps(_finite(dict(result, folder=str(t.folder)))))
@@ -396,7 +397,8 @@ def train(corpus: CORPUS = None, config: Annotated[Path | None, typer.Option(hel
 def _same_data(t, runs):
     """Writes down what the run of trainer `t` reads, shard by shard. UserError when the same run lies there unfinished and its corpus
     is not what it was: its key is another one then, and training would begin at step 0 without a word."""
-    from shohin.train import load_config, write_json
+    from shohin.stability import load_config
+    from shohin.train import write_json
     def settings(c): return json.dumps([c.name, str(Path(c.corpus).resolve()), c.order, c.canonical()])
     for f in sorted(runs.glob("*/config.json")):
         try: d = json.loads(f.read_text()); c = load_config({k: v for k, v in d.items() if k not in ("key", "manifest_hash")})
