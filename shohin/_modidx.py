@@ -910,6 +910,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'shohin.report.plot_outcomes': ('report.html#plot_outcomes', 'shohin/report.py'),
                                'shohin.report.plot_probes': ('report.html#plot_probes', 'shohin/report.py'),
                                'shohin.report.printable': ('report.html#printable', 'shohin/report.py'),
+                               'shohin.report.quoted': ('report.html#quoted', 'shohin/report.py'),
                                'shohin.report.read_log': ('report.html#read_log', 'shohin/report.py'),
                                'shohin.report.reading': ('report.html#reading', 'shohin/report.py'),
                                'shohin.report.seeds_label': ('report.html#seeds_label', 'shohin/report.py'),

@@ -7,7 +7,7 @@ __all__ = ['VERDICTS', 'ASSETS', 'FILTERS', 'DOMAIN_COLORS', 'DOMAIN_LINES', 'SK
            't_within', 't_quantile', 'Interval', 'interval', 'number', 'printable', 'human', 'lookup', 'cite',
            'seeds_label', 'short', 'show_table', 'domain_color', 'style', 'thin', 'show_figure', 'read_log', 'reading',
            'plot_loss', 'plot_probes', 'plot_arms', 'plot_dots', 'plot_outcomes', 'outcome_table', 'show_claims',
-           'show_arms', 'build_site', 'check_pages']
+           'show_arms', 'quoted', 'build_site', 'check_pages']
 
 # %% ../nbs/41_report.ipynb #d7ff5833
 import base64
@@ -355,9 +355,17 @@ def show_arms(result: dict, columns: dict, caption: str, arms=None):
     rows = [{"arm": human(a), **{p: cell(a, p) for p in columns}} for a in arms or result["arms"]]
     show_table(rows, caption, {"arm": "arm", **columns})
 
-# %% ../nbs/41_report.ipynb #240b3e47
+# %% ../nbs/41_report.ipynb #d179852a
 SOURCES = {"shohin": "Shohin write-up", "marin": "Marin report", "ours": "our prediction"}
-FILTERS |= {"source": lambda s: SOURCES.get(s, s)}
+
+def quoted(text: str):
+    "A quote as HTML: its Markdown's bold and code, all else escaped."
+    from markupsafe import Markup, escape
+    out = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", str(escape(text)))
+    return Markup(re.sub(r"`(.+?)`", r"<code>\1</code>", out))
+
+FILTERS |= {"source": lambda s: SOURCES.get(s, s), "quoted": quoted}
+
 
 def _result(path: Path) -> dict:
     "A results file, or one line that says what is wrong with it."
