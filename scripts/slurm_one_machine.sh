@@ -57,7 +57,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 PreemptType=preempt/none
 ReturnToService=2
-KillWait=5
+KillWait=3
 MinJobAge=300
 GresTypes=gpu
 NodeName=$name NodeAddr=127.0.0.1 CPUs=$cores RealMemory=$memory Gres=gpu:1 State=UNKNOWN

@@ -521,14 +521,14 @@ def submit(notebooks: Annotated[list[str], typer.Argument(help="experiments, or 
     if n := len(doc["waits_for"]): say(f"{n} arm{'s are' if n > 1 else ' is'} on the way already")
     say("nothing to submit; shohin status shows what is on its way" if not doc["jobs"] else f"shohin status {Path(doc['data']) / 'runs'} shows how far they are")
 
-# %% ../nbs/49_cli.ipynb #3bb530ee
+# %% ../nbs/49_cli.ipynb #7966a425
 @app.command()
 def status(runs: Annotated[Path, typer.Argument(help="folder of run folders")] = Path("data/runs"), as_json: JSON = False):
     "Which runs are finished, which are not, and how far they are; of a sweep on a cluster also what waits, runs and failed."
     from shohin.submit import job_states
     jobs = job_states(runs.parent)
     if not runs.is_dir() and not jobs: raise UserError(f"{runs}: no such folder; give the folder of the run folders")
-    rows, of = [], {j["folder"]: j for j in jobs if j["folder"]}
+    rows, made, of = [], {}, {j["folder"]: j for j in jobs if j["folder"]}
     for f in sorted(runs.glob("*/config.json")):
         try: cfg = json.loads(f.read_text())
         except ValueError: continue
@@ -536,10 +536,12 @@ def status(runs: Annotated[Path, typer.Argument(help="folder of run folders")] =
         last = _last_row(log)
         state = "finished" if done.exists() else "unfinished"
         if done.exists() and (s := json.loads(done.read_text()).get("stopped")): state = f"stopped: {s}"
+        if done.exists(): made[cfg["name"]] = max(made.get(cfg["name"], 0), done.stat().st_mtime)
         job = of.get(f.parent.name)
         rows.append(dict(run=f.parent.name, name=cfg["name"], step=(last or {}).get("step", -1) + 1, steps=cfg["steps"], loss=(last or {}).get("loss"),
                          state=job["state"] if job and state == "unfinished" else state, **(dict(job=job["id"]) if job else {})))
     seen = {r["run"] for r in rows}
+    jobs = [j for j in jobs if j["folder"] in seen or not (j["state"].startswith("failed") and any(made.get(n, 0) > j["time"] for n in j["runs"]))]    # made by hand since then
     rows += [dict(run="", name=j["runs"][0], step=j["start"] or 0, steps=j["steps"] or 0, loss=None, state=j["state"], job=j["id"]) for j in jobs if j["folder"] not in seen]
     if as_json: print(json.dumps(rows)); return
     from collections import Counter

@@ -194,7 +194,7 @@ def _one_at_a_time(folder):
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
-# %% ../nbs/45_submit.ipynb #32e09835
+# %% ../nbs/45_submit.ipynb #2812403d
 def submit(names, profile: str, options: Options, seeds=None, data=None, reports=None) -> dict:
     """Submit what the notebooks lack: corpora, arms level by level, the report. Returns what is written into `data/submitted`.
     What is queued or running already is not submitted again."""
@@ -233,10 +233,10 @@ def submit(names, profile: str, options: Options, seeds=None, data=None, reports
                 doc["jobs"].append(dict(id=s.job_id, name=name, kind=kind, log=str(s.paths.stdout), **r))
             _note(data / "submitted" / f"{stamp}.json", **doc)
             return [s.job_id for s in sent]
-        ids = {}; first = []
-        if corpora:
-            if "corpora" in {j["kind"] for j in live}: first = [j["id"] for j in live if j["kind"] == "corpora"]
-            else: first = send("corpora", [job("corpora", corpora=corpora)], [dict(runs=[], level=-1)], [])
+        ids = {}
+        first = [j["id"] for j in live if any(f"{profile}/{k}/{s}" in j.get("corpora", ()) for k, s in corpora)]
+        if lacking := [(k, s) for k, s in corpora if not any(f"{profile}/{k}/{s}" in j.get("corpora", ()) for j in live)]:
+            first += send("corpora", [job("corpora", corpora=lacking)], [dict(runs=[], level=-1, corpora=[f"{profile}/{k}/{s}" for k, s in lacking])], [])
         new = {}
         for me, t in tasks.items():
             if j := next((on_its_way[n] for n in t.names if n in on_its_way), None): ids[me] = j["id"]; doc["waits_for"].append(j["id"])
@@ -330,9 +330,9 @@ report)
 esac
 '''
 
-# %% ../nbs/45_submit.ipynb #d1d3bb17
+# %% ../nbs/45_submit.ipynb #2ba41720
 def job_states(data) -> list:
-    """The jobs of all submissions, newest last, one a run: dict(id, kind, runs, start, steps, folder, state). A later submission
+    """The jobs of all submissions, newest last, one a run: dict(id, time, kind, runs, start, steps, folder, state). A later submission
     takes the place of an earlier one's jobs for the same runs."""
     subs = submissions(data)
     if not subs: return []
@@ -344,7 +344,7 @@ def job_states(data) -> list:
         for j in s["jobs"]:
             what = tuple(j["runs"]) or (j["kind"], *(s["notebooks"] if j["kind"] == "report" else ()))
             rows.pop(what, None)
-            rows[what] = dict(id=j["id"], kind=j["kind"], runs=j["runs"] or [" ".join([j["kind"], *(Path(n).stem for n in s["notebooks"])])], start=j.get("start"), steps=j.get("steps"),
+            rows[what] = dict(id=j["id"], time=s["time"], kind=j["kind"], runs=j["runs"] or [" ".join([j["kind"], *(Path(n).stem for n in s["notebooks"])])], start=j.get("start"), steps=j.get("steps"),
                               folder=folder.get(j["id"], ""), state=_state(j, waiting, Path(s["data"]), folder))
     return list(rows.values())
 
@@ -361,7 +361,7 @@ def _state(j, waiting, data, folder):
     return f"failed: {_last_line(j['log'])}"
 
 def _last_line(log) -> str:
-    "The last line of a job's log that is not only srun's echo."
+    "The last line of a job's log that is no mere notice of srun or submitit: of the error, or who ended it."
     try: lines = Path(log).read_text(errors="replace").strip().splitlines()
-    except OSError: return "it left no log"
-    return next((x.strip() for x in reversed(lines) if x.strip() and not x.startswith("srun:")), "its log is empty")
+    except OSError: return "it never started"
+    return next((x.strip() for x in reversed(lines) if x.strip() and not x.startswith(("srun:", "submitit "))), "its log says nothing")

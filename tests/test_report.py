@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from shohin import report
 from shohin.report import build_site, check_pages, interval, number
+from shohin.reproduce import GUIDES
 from shohin.shards import UserError
 
 matplotlib.use("agg")
@@ -253,6 +254,33 @@ def test_numbers_of_another_run_are_refused(built, tmp_path):
     (tmp_path / "sample.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match=r"is of another run"): build_site([built / "sample.ipynb"], tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# guides
+
+def test_a_guide_is_a_page_of_text(built, tmp_path):
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(s) for s in ("# How to\n\n> In short.", "## One & two\n\n```sh\nls -l\n```", "## One & two\n\n<b>ours</b>")])
+    nbformat.write(nb, tmp_path / "how.ipynb")
+    site = tmp_path / "site"
+    shutil.copytree(built / "site", site)
+    build_site([], tmp_path, site, guides=[tmp_path / "how.ipynb"])
+    soup = page(tmp_path, "how")
+    assert [soup.h1.text, soup.select_one(".lead").text] == ["How to", "In short."] and [a["href"] for a in soup.select(".toc a")] == ["#one-two", "#one-two-2"]
+    assert soup.pre["tabindex"] == "0" and "ls" in soup.pre.text
+    assert "how.html" in [a.get("href") for a in page(tmp_path, "index")("a")] and check_pages(site) == []
+    before = (site / "how.html").read_bytes()
+    build_site([], tmp_path, site)                  # not given again, it stays
+    assert (site / "how.html").read_bytes() == before and check_pages(site) == []
+    (site / "index.html").write_text((site / "index.html").read_text().replace('href="how.html"', 'href="no.html"'))
+    assert check_pages(site) == ["index.html: lacks the guide how"]
+    nb.cells.append(nbformat.v4.new_code_cell("1"))
+    nbformat.write(nb, tmp_path / "how.ipynb")
+    with pytest.raises(UserError, match="text cells only"): build_site([], tmp_path, site, guides=[tmp_path / "how.ipynb"])
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_committed_guide_is_what_its_notebook_says(guide):
+    assert (ROOT / f"reports/{Path(guide).stem}.html").read_text() == report._guide(ROOT / guide), "make pages"
 
 
 # numbers

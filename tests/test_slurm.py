@@ -1,5 +1,6 @@
 """`shohin submit` on a real Slurm of one machine: scripts/slurm_one_machine.sh start, then pytest -m slurm tests/test_slurm.py.
 SHOHIN_NEEDS_SLURM=1 makes a missing Slurm a failure."""
+import getpass
 import json
 import os
 import re
@@ -61,7 +62,7 @@ def cluster():
         if os.environ.get("SHOHIN_NEEDS_SLURM"): pytest.fail(why)
         pytest.skip(why)
     yield
-    slurm("scancel", "-u", "root", check=False)
+    slurm("scancel", "-u", getpass.getuser(), check=False)
     until(drained, 30)
 
 
@@ -73,7 +74,7 @@ def commands():
 
 
 # what a test can follow is the page with these words exchanged; torch is there already, and a hub cannot be reached
-SMALLER = {"profile h100": "profile smoke", "PARTITION": PARTITION, "cliff fix": "one-update scan-peek", "cliff.ipynb": "one-update.ipynb", "[1337]": "[1]", "--nproc-per-node 8": "--nproc-per-node 2"}
+SMALLER = {"profile h100": "profile smoke", "PARTITION": PARTITION, "cliff fix": "one-update", "cliff.ipynb": "one-update.ipynb", "[1337]": "[1]", "--nproc-per-node 8": "--nproc-per-node 2"}
 NOT_HERE = ("git clone", "python3 -m venv", "pip install", "shohin corpus data/mine")
 
 
@@ -99,14 +100,15 @@ def test_the_page_can_be_followed(tmp_path):
         out = sh(line)
         ran.append(line.split()[0] + " " + line.split()[1])
         if line.startswith("shohin submit") and "--dry-run" not in line:
-            if "one-update --" in line:                          # the first one
+            if ran.count("shohin submit") == 1:
                 again = json.loads(sh(line + " --json"))
                 assert "2 arms: one-update/interleaved/1, one-update/block/1" in out and again["jobs"] == [] and len(again["waits_for"]) == 3
             else: assert out.splitlines()[0].endswith(": report"), out
-        if line.startswith(("shohin submit", "bash sweep.sh")): until(drained)
+        if line.startswith("shohin submit"): until(drained)
+        if line == "bash sweep.sh": slurm("scancel", "-u", getpass.getuser())      # all is there already; what the script does is the last test
         if line == "shohin status --json": assert {r["state"] for r in json.loads(out)} == {"finished"}, out
     assert {"shohin doctor", "shohin submit", "shohin status", "shohin reproduce", "bash sweep.sh", "torchrun --standalone", "papermill nbs/experiments/one-update.ipynb"} <= set(ran)
-    for name in ("one-update", "scan-peek", "index", "cluster"): assert (clone / f"reports/local/{name}.html").exists()
+    for name in ("one-update", "index", "cluster"): assert (clone / f"reports/local/{name}.html").exists()
     assert any(json.loads(f.read_text())["name"] == "many" for f in (clone / "data/runs").glob("*/result.json"))
 
 
@@ -126,13 +128,14 @@ def test_requeued_out_of_time_and_failing(tmp_path):
     slurm("scancel", "--signal=USR2", jobs["late"])              # what Slurm sends before the time limit
     at_once(jobs["late"])
     assert restarts(jobs["base"]) == restarts(jobs["late"]) == 1
+    quiet = undisturbed(tmp_path, data, good)
     until(drained)
     now = states(data)
     assert [now[f"tiny/{a}/1"] for a in ("base", "late", "child")] == ["finished"] * 3
     assert "unknown guard 'seeed'" in now["tiny/broken/1"] and now["tiny/broken/1"].startswith("failed: "), now
     assert now["tiny/orphan/1"] == "failed: orphan forks from broken/1, which is not finished"
     assert "arms missing: broken/1, orphan/1" in now["report tiny"] and not (tmp_path / "reports").exists() and not (data / "results/tiny.json").exists()
-    assert weights(data) == undisturbed(tmp_path, data, good)
+    assert weights(data) == quiet
     table = shohin("status", data / "runs").stdout
     assert "4 finished, 3 failed" in table, table
     assert [j["arm"] for j in json.loads(shohin(*args).stdout)["jobs"] if j["kind"] == "arm"] == ["broken", "orphan"]
@@ -152,7 +155,8 @@ def test_the_printed_script(tmp_path):
     until(lambda: midway(data, "base"))
     slurm("scancel", "--batch", "--signal=USR1", f"{level0}_0")
     at_once(f"{level0}_0")
+    quiet = undisturbed(tmp_path, data, arms)
     until(drained)
-    assert weights(data) == undisturbed(tmp_path, data, arms)
+    assert weights(data) == quiet
     assert (tmp_path / "reports/tiny.html").exists() and (tmp_path / "reports/index.html").exists()
     for job in (corpora, f"{level0}_0", f"{level1}_1", report): assert "ExitCode=0:0" in slurm("scontrol", "show", "job", job), job
