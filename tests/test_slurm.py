@@ -121,12 +121,11 @@ def test_requeued_out_of_time_and_failing(tmp_path):
     args = ["submit", nb, "--profile", "smoke", "--partition", PARTITION, "--data", data, "--reports", tmp_path / "reports", "--json"]
     jobs = {j["arm"] if j["kind"] == "arm" else j["kind"]: j["id"] for j in json.loads(shohin(*args).stdout)["jobs"]}
     assert set(jobs) == {"corpora", "base", "late", "child", "broken", "orphan", "report"}
-    until(lambda: midway(data, "base"))
-    slurm("scontrol", "requeue", jobs["base"])
-    at_once(jobs["base"])
-    until(lambda: midway(data, "late"))
-    slurm("scancel", "--signal=USR2", jobs["late"])              # what Slurm sends before the time limit
-    at_once(jobs["late"])
+    disturb = dict(base=("scontrol", "requeue"), late=("scancel", "--signal=USR2"))       # the second is what Slurm sends before the time limit
+    while disturb:
+        arm = until(lambda: next((a for a in disturb if midway(data, a)), None))
+        slurm(*disturb.pop(arm), jobs[arm])
+    for arm in ("base", "late"): at_once(jobs[arm])
     assert restarts(jobs["base"]) == restarts(jobs["late"]) == 1
     quiet = undisturbed(tmp_path, data, good)
     until(drained)
