@@ -101,7 +101,7 @@ start() {
 stop() {
   local file pid
   if [ -s "$conf" ]; then
-    SLURM_CONF=$conf timeout 20 scancel --user=root 2>/dev/null || true
+    SLURM_CONF=$conf timeout 20 scancel --partition=debug 2>/dev/null || true
     for _ in $(seq 20); do [ -z "$(SLURM_CONF=$conf timeout 10 squeue -h 2>/dev/null)" ] && break; sleep 0.5; done
   fi
   for file in slurmd:slurmd.pid slurmctld:slurmctld.pid munged:munge/pid; do

@@ -1330,6 +1330,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'shohin.submit.Options': ('submit.html#options', 'shohin/submit.py'),
                                'shohin.submit.Options.flags': ('submit.html#options.flags', 'shohin/submit.py'),
                                'shohin.submit.Task': ('submit.html#task', 'shohin/submit.py'),
+                               'shohin.submit._by_path': ('submit.html#_by_path', 'shohin/submit.py'),
                                'shohin.submit._in_queue': ('submit.html#_in_queue', 'shohin/submit.py'),
                                'shohin.submit._last_line': ('submit.html#_last_line', 'shohin/submit.py'),
                                'shohin.submit._look': ('submit.html#_look', 'shohin/submit.py'),

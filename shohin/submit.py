@@ -6,15 +6,16 @@
 __all__ = ['ENDED', 'Task', 'plan_tasks', 'Job', 'minutes', 'Options', 'options_for', 'queue', 'check_partition', 'submissions',
            'live_jobs', 'submit', 'script', 'job_states']
 
-# %% ../nbs/45_submit.ipynb #49ae8695
+# %% ../nbs/45_submit.ipynb #97e88c6c
 import fcntl, getpass, hashlib, json, os, re, shlex, shutil, signal, subprocess, sys, time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 from .shards import UserError
 
-# %% ../nbs/45_submit.ipynb #a76657fa
+# %% ../nbs/45_submit.ipynb #ad90c944
 @dataclass
 class Task:
     "One run to train: an arm and seed of a notebook, and its `names` (experiment/arm/seed) in all notebooks that share it."
@@ -35,23 +36,32 @@ def _look(sweep) -> dict:
     for n, s in missing:
         a = sweep.by[n]; p = sweep.done.get((a.parent, s))
         if p and not (sweep.runs / p.key / "checkpoints" / f"step_{a.at:08d}").exists(): again[a.parent, s] = p.key
-    return dict(missing=missing, again=again, corpora={a.corpus for n, s in missing for a in [sweep.by[n]]})
+    return dict(missing=missing, again=again)
+
+def _by_path(order, manifest):
+    "An order's spec with shards by name: their numbers change when a planned corpus becomes a real one."
+    if not isinstance(order, dict): return order
+    return {k: [manifest.shards[i].path for i in v] if k == "plan" else _by_path(v, manifest) for k, v in order.items()}
 
 def plan_tasks(names, profile: str, seeds: list, data) -> tuple:
     "({identity: Task} of the runs that are missing, parents first, {(tokenizer, seed)} of their corpora that are not there)."
-    from shohin.experiment import _corpus, load_profile
+    from shohin.experiment import _corpus, load_profile, planned_manifest
     from shohin.reproduce import plan_notebook
+    from shohin.shards import Manifest
     prof, tasks, corpora = load_profile(profile), {}, set()
+    there = lambda kind, seed: (_corpus(prof, seed, kind, data)[0] / "manifest.json").exists()
+    @cache
+    def manifest(kind, seed): return Manifest.load(_corpus(prof, seed, kind, data)[0], verify="none") if there(kind, seed) else planned_manifest(prof, seed, kind, data)
     for name in names:
         doc = plan_notebook(name, dict(profile=profile, seeds=seeds, data=str(data)), _look)
         if doc is None: continue
         ids, seen = {}, doc["seen"]
         for r in doc["runs"]:
             job, c = (r["arm"], r["seed"]), r["config"]; parent = ids.get((r["parent"], r["seed"]))
-            what = {k: v for k, v in c.items() if k not in ("keep", "checkpoint_every", "checkpoint_s")}
+            what = {k: v for k, v in c.items() if k not in ("keep", "checkpoint_every", "checkpoint_s")} | dict(order=_by_path(c["order"], manifest(r["corpus"], r["seed"])))
             ids[job] = me = hashlib.sha256(json.dumps([what, r["corpus"], r["seed"], r["at"], parent], sort_keys=True).encode()).hexdigest()[:16]
             if job not in seen["missing"] and job not in seen["again"]: continue
-            if not (_corpus(prof, r["seed"], r["corpus"], data)[0] / "manifest.json").exists(): corpora.add((r["corpus"], r["seed"]))
+            if not there(r["corpus"], r["seed"]): corpora.add((r["corpus"], r["seed"]))
             t = tasks.setdefault(me, Task(str(name), *job, r["at"] or 0, c["steps"], [], c["keep"], parent, again=seen["again"].get(job, "")))
             t.names.append(f"{doc['experiment']}/{r['arm']}/{r['seed']}")
             if set(c["keep"]) > set(t.keep): t.notebook, t.arm, t.keep = str(name), r["arm"], c["keep"]
@@ -194,7 +204,7 @@ def _one_at_a_time(folder):
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
-# %% ../nbs/45_submit.ipynb #2812403d
+# %% ../nbs/45_submit.ipynb #1d5c8f00
 def submit(names, profile: str, options: Options, seeds=None, data=None, reports=None) -> dict:
     """Submit what the notebooks lack: corpora, arms level by level, the report. Returns what is written into `data/submitted`.
     What is queued or running already is not submitted again."""
@@ -209,7 +219,7 @@ def submit(names, profile: str, options: Options, seeds=None, data=None, reports
     if "device" in prof and (bad := make_plan(names, profile, seeds, False, data).findings()): raise UserError("; ".join(bad))
     with _one_at_a_time(data / "submitted"):
         tasks, corpora = plan_tasks(names, profile, seeds, data)
-        live = live_jobs(data, queue()); on_its_way = {n: j for j in live if j["submission"]["profile"] == profile for n in j["runs"]}
+        live = live_jobs(data, queue()); on_its_way = {n: j for j in live if j["submission"]["profile"] == profile for n in (*j["runs"], j.get("run"))}
         stamp = time.strftime("%Y%m%d-%H%M%S"); n = 1
         while (data / "submitted" / f"{stamp}-{n}.json").exists(): n += 1
         stamp = f"{stamp}-{n}"; folder = data / "submitted" / stamp
@@ -239,7 +249,7 @@ def submit(names, profile: str, options: Options, seeds=None, data=None, reports
             first += send("corpora", [job("corpora", corpora=lacking)], [dict(runs=[], level=-1, corpora=[f"{profile}/{k}/{s}" for k, s in lacking])], [])
         new = {}
         for me, t in tasks.items():
-            if j := next((on_its_way[n] for n in t.names if n in on_its_way), None): ids[me] = j["id"]; doc["waits_for"].append(j["id"])
+            if j := next((on_its_way[n] for n in (me, *t.names) if n in on_its_way), None): ids[me] = j["id"]; doc["waits_for"].append(j["id"])
             else: new[me] = t
         for level in sorted({t.level for t in new.values()}):
             at = {me: t for me, t in new.items() if t.level == level}
@@ -247,7 +257,7 @@ def submit(names, profile: str, options: Options, seeds=None, data=None, reports
                 if t.again: shutil.rmtree(data / "runs" / t.again, ignore_errors=True)      # finished, but without the checkpoint that is needed
             after = [*first, *dict.fromkeys(ids[t.parent] for t in at.values() if t.parent in ids)]
             sent = send("arm", [job("arm", notebook=t.notebook, arm=t.arm, seed=t.seed) for t in at.values()],
-                        [dict(runs=t.names, level=level, notebook=t.notebook, arm=t.arm, seed=t.seed, start=t.start, steps=t.steps) for t in at.values()], after)
+                        [dict(run=me, runs=t.names, level=level, notebook=t.notebook, arm=t.arm, seed=t.seed, start=t.start, steps=t.steps) for me, t in at.items()], after)
             ids |= dict(zip(at, sent))
         reporting = [j for j in live if j["kind"] == "report" and j["submission"]["profile"] == profile and set(names) <= set(j["submission"]["notebooks"])]
         if new or not reporting:

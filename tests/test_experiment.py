@@ -105,6 +105,40 @@ def test_one_arm_stops_with_arms_missing(done, small):
     with pytest.raises(UserError, match="unknown arm 'nope'"): sweep(small, data, only="nope")
 
 
+def test_a_task_trains_its_arm_and_a_report_nothing(done, small, monkeypatch):
+    "SHOHIN_TRAIN: what the jobs of a cluster may do (`shohin.submit`)."
+    data, s, runs = done
+    assert set(sweep(small, data, only="no-guard").run()) == set(runs)            # the cache has all: one arm goes on like the whole
+    assert sweep(small, data).missing() == [] and sweep(small, data, runs=data / "none").missing() == [(n, 1) for n in s.by]
+    monkeypatch.setattr(Trainer, "_train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setenv("SHOHIN_TRAIN", "no")
+    assert set(sweep(small, data).run()) == set(runs)
+    with pytest.raises(UserError, match=r"^arms missing: interleaved/1, block/1, no-guard/1$"): sweep(small, data, runs=data / "none").run()
+    monkeypatch.setenv("SHOHIN_TRAIN", "arm")
+    with pytest.raises(UserError, match=r"^no arms missing"): sweep(small, data, only="no-guard").run()
+    with pytest.raises(UserError, match="no-guard forks from block/1, which is not finished"): sweep(small, data, only="no-guard", runs=data / "none").run()
+
+
+def test_a_task_does_not_make_its_parent_anew(done, small, tmp_path, monkeypatch):
+    "Two arms would do it at the same time. The plan of a submission sees to it before."
+    data, s, runs = done
+    X.shutil.copytree(data / "runs", tmp_path / "runs")
+    X.shutil.rmtree(tmp_path / "runs" / runs["no-guard", 1].key)
+    X.shutil.rmtree(tmp_path / "runs" / runs["block", 1].key / "checkpoints")
+    from shohin.submit import _look
+    again = sweep(small, data, runs=tmp_path / "runs")
+    assert _look(again) == dict(missing=[("no-guard", 1)], again={("block", 1): runs["block", 1].key})
+    monkeypatch.setenv("SHOHIN_TRAIN", "arm")
+    with pytest.raises(UserError, match="the checkpoint of block/1 that no-guard forks from is gone; submit again"): sweep(small, data, only="no-guard", runs=tmp_path / "runs").run()
+    assert (tmp_path / "runs" / runs["block", 1].key / "result.json").exists()
+    monkeypatch.setenv("SHOHIN_TRAIN", "no")
+    whole = sweep(small, tmp_path, runs=data / "runs")
+    whole.data = data
+    whole.run()
+    whole.runs = tmp_path / "runs"
+    with pytest.raises(UserError, match="the checkpoint of block/1 at step 24 is gone, and nothing may be trained here"): whole.checkpoint("block", 1, 24)
+
+
 def test_children_run_in_processes_and_fail_in_one_line(small, tmp_path):
     "The child launcher gives the same run; a child that fails is named with its last words."
     prof = dict(small, launcher="child", jobs=2)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny_notebook import midway, notebook, undisturbed, weights
 
-from shohin.experiment import repo_root
+from shohin.experiment import corpus_for, load_profile, repo_root
 
 pytestmark = pytest.mark.slurm
 ROOT = repo_root()
@@ -159,3 +159,24 @@ def test_the_printed_script(tmp_path):
     assert weights(data) == quiet
     assert (tmp_path / "reports/tiny.html").exists() and (tmp_path / "reports/index.html").exists()
     for job in (corpora, f"{level0}_0", f"{level1}_1", report): assert "ExitCode=0:0" in slurm("scontrol", "show", "job", job), job
+
+
+def test_a_run_on_its_way_for_another_notebook_is_waited_for(tmp_path):
+    "Two submissions that share three runs: the second waits for the block of the first, also when the corpus was made in between."
+    args = ["--profile", "smoke", "--partition", PARTITION, "--data", tmp_path, "--json"]
+    slurm("scontrol", "update", f"PartitionName={PARTITION}", "State=DOWN")                 # nothing starts
+    try:
+        a = json.loads(shohin("submit", "one-update", *args).stdout)
+        corpus_for(load_profile("smoke"), 1, "bytes", tmp_path)
+        b = json.loads(shohin("submit", "muon-lr", *args).stdout)
+        block = next(j["id"] for j in a["jobs"] if j.get("arm") == "block")
+        assert sorted(b["waits_for"]) == sorted(j["id"] for j in a["jobs"] if j["kind"] == "arm")
+        assert [j["arm"] for j in b["jobs"] if j["kind"] == "arm"] == ["muon-0.01", "muon-0.005", "muon-0.003", "muon-0.005-guard", "muon-0.003-guard"]
+        waits = dict(line.split(" ") for line in slurm("squeue", "-h", "-o", "%F %E").splitlines())
+        level1, level2 = dict.fromkeys(j["id"].partition("_")[0] for j in b["jobs"] if j["kind"] == "arm")
+        assert waits[level1].startswith(f"afterany:{block}(") and set(re.findall(r":(\w+)", waits[level2])) == {f"{level1}_1", f"{level1}_2"}
+        now = states(tmp_path)
+        assert set(now.values()) == {"queued", "queued: PartitionDown"} or set(now.values()) == {"queued"}, now
+        slurm("scancel", block)
+        assert "never started" in states(tmp_path)["one-update/block/1"]
+    finally: slurm("scontrol", "update", f"PartitionName={PARTITION}", "State=UP", check=False)
