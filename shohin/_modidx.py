@@ -1338,6 +1338,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'shohin.submit._one_at_a_time': ('submit.html#_one_at_a_time', 'shohin/submit.py'),
                                'shohin.submit._slurm': ('submit.html#_slurm', 'shohin/submit.py'),
                                'shohin.submit._state': ('submit.html#_state', 'shohin/submit.py'),
+                               'shohin.submit._waits': ('submit.html#_waits', 'shohin/submit.py'),
                                'shohin.submit.check_partition': ('submit.html#check_partition', 'shohin/submit.py'),
                                'shohin.submit.job_states': ('submit.html#job_states', 'shohin/submit.py'),
                                'shohin.submit.live_jobs': ('submit.html#live_jobs', 'shohin/submit.py'),

@@ -417,7 +417,7 @@ def _tidy(nb):
     nb.cells = keep
     return head[1].strip(), " ".join(re.findall(r"^> ?(.*)$", head[2], flags=re.M)).strip()
 
-# %% ../nbs/41_report.ipynb #92e16fae
+# %% ../nbs/41_report.ipynb #4b8edc8c
 def _slug(text: str, taken: set) -> str:
     "An anchor from a heading, unlike those taken."
     base = re.sub(r"[^a-z0-9]+", "-", html.unescape(re.sub(r"<[^>]*>", "", text)).lower()).strip("-") or "section"
@@ -436,7 +436,8 @@ def _prose(source: str, trusted: bool, toc: list, taken: set):
         if level == 2: toc.append((slug, html.unescape(re.sub(r"<[^>]*>", "", m[2]))))
         return f'<h{level} id="{slug}">{m[2]}</h{level}>'
     out = re.sub(r"<h([1-6])>(.*?)</h\1>", anchor, out, flags=re.S)
-    return Markup(re.sub(r"<(table|pre)>", r'<\1 tabindex="0">', out))
+    out = re.sub(r"<table>(.*?)</table>", r'<div class="scroll" tabindex="0"><table>\1</table></div>', out, flags=re.S)
+    return Markup(out.replace("<pre>", '<pre tabindex="0">'))
 
 # %% ../nbs/41_report.ipynb #20d02424
 def _highlight(source: str):

@@ -340,16 +340,19 @@ report)
 esac
 '''
 
-# %% ../nbs/45_submit.ipynb #2ba41720
+# %% ../nbs/45_submit.ipynb #f09a4bff
 def job_states(data) -> list:
     """The jobs of all submissions, newest last, one a run: dict(id, time, kind, runs, start, steps, folder, state). A later submission
     takes the place of an earlier one's jobs for the same runs."""
     subs = submissions(data)
-    if not subs: return []
+    folder = {f.read_text().strip(): f.parent.name for f in (Path(data) / "runs").glob("*/job")}
+    if not subs and not folder: return []
     try: waiting = queue() if shutil.which("squeue") else None
     except UserError: waiting = None
-    folder = {f.read_text().strip(): f.parent.name for f in (Path(data) / "runs").glob("*/job")}
-    rows = {}
+    rows, known = {}, {j["id"] for s in subs for j in s["jobs"]}
+    for id, key in folder.items():                   # of a script that was submitted by hand: known while it is in the queue
+        state, why, name = (waiting or {}).get(id, ("", "", ""))
+        if id not in known and name.startswith("shohin-"): rows[id] = dict(id=id, time=0, kind="arm", runs=[key], start=None, steps=None, folder=key, state=_waits(state, why))
     for s in subs:
         for j in s["jobs"]:
             what = tuple(j["runs"]) or (j["kind"], *(s["notebooks"] if j["kind"] == "report" else ()))
@@ -360,15 +363,17 @@ def job_states(data) -> list:
 
 def _state(j, waiting, data, folder):
     if waiting is not None and _in_queue(j, waiting):
-        state, why, _ = waiting[j["id"]]
-        if state != "PENDING": return state.lower()
-        return "queued" + (f": {why}" if why not in ("None", "Priority", "Resources", "Dependency") else "")
+        return _waits(*waiting[j["id"]][:2])
     note = Path(j["log"]).parent / f"{j['id']}.json"
     try: d = json.loads(note.read_text()); return d["state"] + (f": {d['why']}" if d.get("why") else "")
     except (OSError, ValueError): pass
     if (key := folder.get(j["id"])) and (data / "runs" / key / "result.json").exists(): return "finished"
     if waiting is None: return "submitted; squeue cannot be asked here"
     return f"failed: {_last_line(j['log'])}"
+
+def _waits(state, why):
+    if state != "PENDING": return state.lower()
+    return "queued" + (f": {why}" if why not in ("None", "Priority", "Resources", "Dependency") else "")
 
 def _last_line(log) -> str:
     "The last line of a job's log that is no mere notice of srun or submitit: of the error, or who ended it."

@@ -152,6 +152,7 @@ def test_the_printed_script(tmp_path):
     assert subprocess.run(["bash", "-n", sh]).returncode == 0 and "#SBATCH --comment='by hand'" in text
     corpora, level0, level1, report = subprocess.run(["bash", sh.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, check=True).stdout.removeprefix("submitted: ").split()
     until(lambda: midway(data, "base"))
+    assert states(data)["tiny/base/1"] == "running"
     slurm("scancel", "--batch", "--signal=USR1", f"{level0}_0")
     at_once(f"{level0}_0")
     quiet = undisturbed(tmp_path, data, arms)
