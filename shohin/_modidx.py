@@ -423,6 +423,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'shohin.experiment._region': ('experiment.html#_region', 'shohin/experiment.py'),
                                    'shohin.experiment._round': ('experiment.html#_round', 'shohin/experiment.py'),
                                    'shohin.experiment._runs_of': ('experiment.html#_runs_of', 'shohin/experiment.py'),
+                                   'shohin.experiment._significant': ('experiment.html#_significant', 'shohin/experiment.py'),
                                    'shohin.experiment._versions': ('experiment.html#_versions', 'shohin/experiment.py'),
                                    'shohin.experiment.base_config': ('experiment.html#base_config', 'shohin/experiment.py'),
                                    'shohin.experiment.block_plan': ('experiment.html#block_plan', 'shohin/experiment.py'),

@@ -145,7 +145,7 @@ def check_arms(arms):
         out += ready; todo = [a for a in todo if a not in ready]
     return out
 
-# %% ../nbs/42_experiment.ipynb #f5ca6f6c
+# %% ../nbs/42_experiment.ipynb #d1fea188
 def _runs_of(values):
     "[[first index, value], ...] where the value changes."
     out = []
@@ -156,6 +156,10 @@ def _runs_of(values):
 def _round(x, digits):
     x = float(x)
     return round(x, digits) if math.isfinite(x) else None
+
+def _significant(x, digits=4):
+    x = float(x)
+    return float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 def _versions(): return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
 
@@ -172,12 +176,14 @@ def make_record(folder, limit=20_000) -> dict:
                    domains=_runs_of([r["domains"] for r in rows])[:200],
                    probes=dict(step=[r["step"] for r in probes], **{d: [_round(r["probes"][d], 4) for r in probes] for d in (probes[0]["probes"] if probes else ())}))
         cfg = {k: v for k, v in cfg.items() if k not in ("corpus", "keep", "checkpoint_every", "checkpoint_s")}
+        if seen := [r for r in rows if "max_attention_logit" in r]:
+            log["attention"] = dict(step=[r["step"] for r in seen], layers=[[_significant(x) for x in r["max_attention_logit"]] for r in seen])
         if len(order := json.dumps(cfg["order"], sort_keys=True)) > 2000: cfg["order"] = dict(kind=cfg["order"]["kind"], sha256=hashlib.sha256(order.encode()).hexdigest())   # a schedule of a thousand stages
         record = dict(key=result["key"], name=result["name"], config=cfg, versions=_versions(), result=result, log=log)
         if len(json.dumps(record, separators=(",", ":"))) <= limit: return record
     raise UserError(f"the record of run {result['key']} is over {limit} bytes; probe less often")
 
-# %% ../nbs/42_experiment.ipynb #6259b73d
+# %% ../nbs/42_experiment.ipynb #bcac56e2
 class Run:
     "What is known of a finished run: columns by step, probes, result. Made from a record, so that pages never depend on a run folder."
     def __init__(self, record: dict, parent=None):
@@ -187,6 +193,7 @@ class Run:
         self.loss = np.array([np.nan if x is None else x for x in log["loss"]], float)
         self.grad_step = self.step[::log["every"]]; self.grad_norm = np.array([np.nan if x is None else x for x in log["grad_norm"]], float)
         self.decision = self._expand(log["decision"], n); self.domains = self._expand(log["domains"], n)
+        a = log.get("attention", dict(step=[], layers=[])); self.attention_step = np.array(a["step"], int); self.attention = np.array(a["layers"], float)   # (captures, layers)
         p = dict(log["probes"]); self.probe_step = np.array(p.pop("step", []), int); self.probes = {d: np.array(v, float) for d, v in p.items()}
 
     @staticmethod

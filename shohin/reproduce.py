@@ -17,12 +17,13 @@ from .plan import DEVICES, Plan, plan_runs
 from .report import build_site, number
 from .shards import UserError
 
-# %% ../nbs/43_reproduce.ipynb #db18e129
+# %% ../nbs/43_reproduce.ipynb #c7457c41
 FIRST = ("cliff", "fix")
 EXPERIMENTS = (*FIRST, "anatomy", "diagnose",
                "muon-lr", "adamw-lr", "fresh-opt", "no-muon", "data-seed", "model-size", "trust-clamp",
                "base-history", "gnorm-guard", "guard-history", "one-update", "spike-batches", "scan-peek", "block-length",
-               "amnesia", "timing", "bisection")      # bisection reads the results of the others
+               "amnesia", "timing", "bisection",      # bisection reads the results of the others
+               "instability")                         # from here on the Marin report
 
 GUIDES = ("nbs/cluster.ipynb",)
 
