@@ -132,10 +132,12 @@ def test_what_cannot_be_done(cfg, tmp_path, change, says):
 def test_a_sweep_trains_them_in_children(corpus, tmp_path):
     prof = dict(load_profile("smoke"), launcher="child", jobs=2)
     base = dict(model=NORMED | dict(qk_norm=False), optim={}, batch_size=4, seq_len=32, warmup=4, horizon=1000, probe_every=0, threads=1, order=dict(kind="interleaved"), guard="none")
-    arms = [Arm("host", steps=8, keep=[4]), Arm("rescue", "host", 4, steps=8, model=NORMED, insert_qk_norm="ones", rewarm=2, watch=True)]
+    arms = [Arm("host", steps=8, keep=[4]), Arm("rescue", "host", 4, steps=8, model=NORMED, insert_qk_norm="ones", rewarm=2, watch=True, attn_every=2)]
     runs = Sweep("x", prof, arms, [1], base, data=tmp_path).run()
     rescue = runs["rescue", 1]
     rows = [json.loads(x) for x in (tmp_path / "runs" / rescue.key / "log.jsonl").read_text().splitlines()]
     assert rescue.start == 4 and len(rows) == 4 and "layer_update_norm" in rows[0]
+    assert rescue.attention_step.tolist() == [4, 6] and rescue.attention.tolist() == [[float(f"{x:.4g}") for x in rows[i]["max_attention_logit"]] for i in (0, 2)]
+    assert runs["host", 1].attention.size == 0
     again = Sweep("x", prof, arms, [1], base, data=tmp_path)
     assert again.run()["rescue", 1].key == rescue.key == key_of(again.config(arms[1], 1), again.manifest(again.config(arms[1], 1).corpus))
