@@ -9,9 +9,9 @@ __all__ = ['FORK_FIELDS', 'CAUSES', 'GUARD_SETS', 'STANDING', 'Segment', 'read_c
            'mix_at', 'mix_distance', 'to_rows', 'Evidence', 'Attribution', 'tabulate', 'mix_between', 'conclude',
            'attribute', 'render', 'to_html']
 
-# %% ../nbs/40_attribute.ipynb #5b2f4ea6
+# %% ../nbs/40_attribute.ipynb #6dd574b1
 import copy, html, json, math, tempfile, time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +27,10 @@ from .order import make_order
 from .peek import describe, peek, visible
 from .probe import Probe
 from .shards import Manifest, UserError
+from .stability import StabilityConfig, load_config as any_config
 from .train import RunConfig, Trainer, checkpoints, load_checkpoint, load_config, tensors_hash
 
-# %% ../nbs/40_attribute.ipynb #0abe2e7d
+# %% ../nbs/40_attribute.ipynb #eb715481
 class Segment(NamedTuple):
     "Steps `start`..`stop` (exclusive) of a history, and the run that made them."
     key: str
@@ -52,8 +53,13 @@ def read_config(folder):
     ours = isinstance(d, dict) and {"model", "order", "batch_size", "seq_len", "steps"} <= set(d)
     if not ours: raise UserError(f"{path}: not the config of a run of ours; for other logs there is `shohin diagnose`")
     manifest_hash = d.get("manifest_hash")
-    try: cfg = load_config({k: v for k, v in d.items() if k not in ("key", "manifest_hash")})
+    try: cfg = any_config({k: v for k, v in d.items() if k not in ("key", "manifest_hash")})
     except (TypeError, ValueError) as e: raise UserError(f"{path}: {e}") from None
+    if isinstance(cfg, StabilityConfig):
+        plain = {f.name: f.default for f in fields(StabilityConfig)}
+        if odd := [n for n in StabilityConfig.__annotations__ if n != "watch" and getattr(cfg, n) != plain[n]]:
+            raise UserError(f"{path}: this run was treated on its way ({', '.join(odd)}), which a replay does not do; give the run it was forked from")
+        cfg = RunConfig(**{f.name: getattr(cfg, f.name) for f in fields(RunConfig)})
     for name, kind in dict(name=str, corpus=str, model=dict, optim=dict, steps=int, batch_size=int, seq_len=int, probe_rows=int, threads=int,
                            warmup=int, horizon=(int, float), clip=(int, float)).items():
         if not _is(getattr(cfg, name), kind): raise UserError(f"{path}: {name} is {getattr(cfg, name)!r:.60}; copy the config again from where the run was made")

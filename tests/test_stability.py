@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from shohin.attribute import Replay
 from shohin.corpus import build_corpus, stdlib_sources
 from shohin.experiment import Arm, Sweep, load_profile
 from shohin.shards import UserError
@@ -141,3 +142,12 @@ def test_a_sweep_trains_them_in_children(corpus, tmp_path):
     assert runs["host", 1].attention.size == 0
     again = Sweep("x", prof, arms, [1], base, data=tmp_path)
     assert again.run()["rescue", 1].key == rescue.key == key_of(again.config(arms[1], 1), again.manifest(again.config(arms[1], 1).corpus))
+
+
+def test_attribute_takes_watched_runs_and_refuses_treated_ones(cfg, tmp_path):
+    t, _, _ = train(replace(cfg, watch=True, keep=(10,)), tmp_path)
+    r = Replay(tmp_path, t.key, 14)
+    assert r.began == 10 and r.step == 14 and r.checked == 4 and all(abs(a - b) < 1e-4 for _, what, a, b in r.differences if what == "loss")
+    parent = fork(cfg, tmp_path)
+    t, _, _ = train(replace(cfg, steps=16, parent=parent, rewarm=4), tmp_path)
+    with pytest.raises(UserError, match=r"treated on its way \(rewarm\)"): Replay(tmp_path, t.key, 14)
