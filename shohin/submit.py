@@ -6,9 +6,9 @@
 __all__ = ['ENDED', 'Task', 'plan_tasks', 'Job', 'minutes', 'Options', 'options_for', 'queue', 'check_partition', 'submissions',
            'live_jobs', 'submit', 'script', 'job_states']
 
-# %% ../nbs/45_submit.ipynb #97e88c6c
-import fcntl, getpass, hashlib, json, os, re, shlex, shutil, signal, subprocess, sys, time
-from contextlib import contextmanager
+# %% ../nbs/45_submit.ipynb #0a328c21
+import fcntl, getpass, hashlib, io, json, os, re, shlex, shutil, signal, subprocess, sys, time
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -204,7 +204,7 @@ def _one_at_a_time(folder):
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
-# %% ../nbs/45_submit.ipynb #1d5c8f00
+# %% ../nbs/45_submit.ipynb #68417f82
 def submit(names, profile: str, options: Options, seeds=None, data=None, reports=None) -> dict:
     """Submit what the notebooks lack: corpora, arms level by level, the report. Returns what is written into `data/submitted`.
     What is queued or running already is not submitted again."""
@@ -234,11 +234,12 @@ def submit(names, profile: str, options: Options, seeds=None, data=None, reports
                                  array_parallelism=options.max_parallel or 1000, dependency=f"afterany:{':'.join(after)}" if after else None, stderr_to_stdout=True,
                                  additional_parameters=dict(flags, requeue=True), srun_args=[f"--cpus-per-task={cpus}"] if cpus else [])
             try:
-                with ex.batch(): sent = [ex.submit(j) for j in jobs]
+                with redirect_stderr(io.StringIO()), ex.batch(): sent = [ex.submit(j) for j in jobs]
             except submitit.core.utils.FailedJobError as e:
-                if not doc["jobs"]: shutil.rmtree(folder)
+                if doc["jobs"]: _slurm("scancel", *dict.fromkeys(j["id"].partition("_")[0] for j in doc["jobs"]))      # all or nothing
+                shutil.rmtree(folder); (data / "submitted" / f"{stamp}.json").unlink(missing_ok=True)
                 words = [x for x in str(e).splitlines() if "sbatch: error" in x] or str(e).strip().splitlines()[-1:]
-                raise UserError(words[0].removeprefix("sbatch: error: ")) from None
+                raise UserError(f"Slurm takes no such job ({kind}): {words[-1].removeprefix('sbatch: error: ')}") from None
             for s, r in zip(sent, rows, strict=True):
                 doc["jobs"].append(dict(id=s.job_id, name=name, kind=kind, log=str(s.paths.stdout), **r))
             _note(data / "submitted" / f"{stamp}.json", **doc)

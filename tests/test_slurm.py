@@ -181,3 +181,13 @@ def test_a_run_on_its_way_for_another_notebook_is_waited_for(tmp_path):
         slurm("scancel", block)
         assert "never started" in states(tmp_path)["one-update/block/1"]
     finally: slurm("scontrol", "update", f"PartitionName={PARTITION}", "State=UP", check=False)
+
+
+def test_what_slurm_refuses_is_one_line_and_nothing_stays(tmp_path):
+    "The corpora could be made, the arms want cards that no node has: all or nothing."
+    r = shohin("submit", "one-update", "--profile", "smoke", "--partition", PARTITION, "--data", tmp_path, "--gpus-per-node", 64, status=2)
+    assert r.stderr.startswith("shohin: Slurm takes no such job (arm): ") and r.stderr.count("\n") == 1, r.stderr
+    assert not list((tmp_path / "submitted").glob("2*"))
+    until(drained, 30)
+    r = shohin("submit", "one-update", "--profile", "smoke", "--partition", "nowhere", "--data", tmp_path, status=2)
+    assert r.stderr == f"shohin: unknown partition 'nowhere'; there are {PARTITION}\n"
