@@ -6,8 +6,8 @@
 __all__ = ['ENDED', 'Task', 'plan_tasks', 'Job', 'minutes', 'Options', 'options_for', 'queue', 'check_partition', 'submissions',
            'live_jobs', 'submit', 'script', 'job_states']
 
-# %% ../nbs/45_submit.ipynb #0a328c21
-import fcntl, getpass, hashlib, io, json, os, re, shlex, shutil, signal, subprocess, sys, time
+# %% ../nbs/45_submit.ipynb #afd8ff00
+import fcntl, hashlib, io, json, os, re, shlex, shutil, signal, subprocess, sys, time
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -161,7 +161,7 @@ def options_for(prof: dict, partition: str, time="24:00:00", gpus_per_node=None,
     if bad: raise UserError(f"--sbatch {bad[0]}: this one is set by the sweep")
     return Options(partition, str(time), gpus_per_node or (ranks if cards else None), cpus_per_task or prof["threads"] * ranks, max_parallel, dict(more or {}))
 
-# %% ../nbs/45_submit.ipynb #443ec92a
+# %% ../nbs/45_submit.ipynb #bcc47d2e
 def _slurm(*cmd) -> str:
     "Output of a Slurm command; a `UserError` with its own words if it fails."
     try: r = subprocess.run(cmd, capture_output=True, text=True, timeout=120)
@@ -172,7 +172,7 @@ def _slurm(*cmd) -> str:
 
 def queue() -> dict:
     "{job id: (state, reason, name)} of one's own jobs that wait or run; an array's tasks are jobs 12_0, 12_1, ..."
-    rows = (line.split("|", 3) for line in _slurm("squeue", "-h", "-r", "-u", getpass.getuser(), "-o", "%i|%T|%r|%j").splitlines())
+    rows = (line.split("|", 3) for line in _slurm("squeue", "-h", "-r", "-u", str(os.getuid()), "-o", "%i|%T|%r|%j").splitlines())
     return {r[0].strip(): (r[1], r[2], r[3]) for r in rows}
 
 def check_partition(name: str):
