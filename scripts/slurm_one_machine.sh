@@ -26,7 +26,7 @@ configure() {
   cores=$(nproc)
   memory=$(awk '$1 == "MemTotal:" { print int($2 / 1024 * 0.9) }' /proc/meminfo)
   mkdir -p "$home"/state "$home"/spool "$home"/log
-  # no cgroups (a container may not have them), no accounting; jobs start within a second
+  # no cgroups (a container may not have them), no accounting; jobs start within a second; those in urgent preempt those in debug
   cat >"$conf" <<EOF
 ClusterName=one-machine
 AuthType=auth/munge
@@ -55,13 +55,15 @@ SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU=1024
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
-PreemptType=preempt/none
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=3
 MinJobAge=300
 GresTypes=gpu
 NodeName=$name NodeAddr=127.0.0.1 CPUs=$cores RealMemory=$memory Gres=gpu:1 State=UNKNOWN
-PartitionName=debug Nodes=$name Default=YES MaxTime=INFINITE State=UP
+PartitionName=debug Nodes=$name Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=$name MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 EOF
   # a card that is none: with a count and no device file the node would be invalid
   echo 'Name=gpu File=/dev/null' >"$home/gres.conf"
@@ -101,7 +103,7 @@ start() {
 stop() {
   local file pid
   if [ -s "$conf" ]; then
-    SLURM_CONF=$conf timeout 20 scancel --partition=debug 2>/dev/null || true
+    SLURM_CONF=$conf timeout 20 scancel --partition=debug,urgent 2>/dev/null || true
     for _ in $(seq 20); do [ -z "$(SLURM_CONF=$conf timeout 10 squeue -h 2>/dev/null)" ] && break; sleep 0.5; done
   fi
   for file in slurmd:slurmd.pid slurmctld:slurmctld.pid munged:munge/pid; do

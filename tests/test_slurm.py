@@ -42,14 +42,20 @@ def until(what, timeout=120):
 def states(data): return {r["name"]: r["state"] for r in json.loads(shohin("status", data / "runs", "--json").stdout)}
 
 
-def drained(): return not slurm("squeue", "-h").strip()
+def logged(data, arm): return max((f.stat().st_mtime for f in (data / "runs").glob("*/log.jsonl") if json.loads(f.with_name("config.json").read_text())["name"].split("/")[1] == arm), default=0)
+
+
+def drained():
+    "Is the queue empty? A requeued job would wait two minutes before it may start; not here."
+    for job in (line.split()[0] for line in slurm("squeue", "-h", "-r", "-o", "%i %r").splitlines() if line.endswith("BeginTime")): slurm("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+    return not slurm("squeue", "-h").strip()
 
 
 def restarts(job): return int(re.search(r"Restarts=(\d+)", slurm("scontrol", "show", "job", job))[1])
 
 
 def at_once(job):
-    "A requeued job waits two minutes before it may start; not here."
+    "Start a requeued job."
     until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", job))
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
 
@@ -112,21 +118,24 @@ def test_the_page_can_be_followed(tmp_path):
     assert any(json.loads(f.read_text())["name"] == "many" for f in (clone / "data/runs").glob("*/result.json"))
 
 
-def test_requeued_out_of_time_and_failing(tmp_path):
-    """One task is requeued in the middle, one gets the signal of the time limit, one fails at once. The first two end with the weights
-    of a run that nobody disturbed, the third takes only the arm with it that forks from it, and says why."""
+def test_preempted_out_of_time_and_failing(tmp_path):
+    """Tasks are preempted in the middle, one then gets the signal of the time limit, one fails at once. The former end with the weights
+    of runs that nobody disturbed, the latter takes only the arm with it that forks from it, and says why."""
     data = tmp_path / "data"
     good = [("base", None, None, "none", 800), ("late", None, None, "seed", 800), ("child", "base", 800, "none", 816)]
     nb = notebook(tmp_path, "tiny", [*good, ("broken", None, None, "seeed", 8), ("orphan", "broken", 8, "none", 16)])
     args = ["submit", nb, "--profile", "smoke", "--partition", PARTITION, "--data", data, "--reports", tmp_path / "reports", "--json"]
     jobs = {j["arm"] if j["kind"] == "arm" else j["kind"]: j["id"] for j in json.loads(shohin(*args).stdout)["jobs"]}
     assert set(jobs) == {"corpora", "base", "late", "child", "broken", "orphan", "report"}
-    disturb = dict(base=("scontrol", "requeue"), late=("scancel", "--signal=USR2"))       # the second is what Slurm sends before the time limit
-    while disturb:
-        arm = until(lambda: next((a for a in disturb if midway(data, a)), None))
-        slurm(*disturb.pop(arm), jobs[arm])
-    for arm in ("base", "late"): at_once(jobs[arm])
-    assert restarts(jobs["base"]) == restarts(jobs["late"]) == 1
+    until(lambda: midway(data, "base") or midway(data, "late"))
+    slurm("sbatch", "-p", "urgent", "-n", str(os.cpu_count()), "-o", "/dev/null", "--wrap", "true")      # all of the machine: what runs is preempted
+    hit = until(lambda: [a for a in ("base", "late") if restarts(jobs[a])])
+    for arm in hit: at_once(jobs[arm])
+    since = time.time()
+    arm = until(lambda: next((a for a in hit if midway(data, a) and logged(data, a) > since), None))
+    slurm("scancel", "--signal=USR2", jobs[arm])                # what Slurm sends before the time limit
+    at_once(jobs[arm])
+    assert restarts(jobs[arm]) == 2
     quiet = undisturbed(tmp_path, data, good)
     until(drained)
     now = states(data)
@@ -190,4 +199,4 @@ def test_what_slurm_refuses_is_one_line_and_nothing_stays(tmp_path):
     assert not list((tmp_path / "submitted").glob("2*"))
     until(drained, 30)
     r = shohin("submit", "one-update", "--profile", "smoke", "--partition", "nowhere", "--data", tmp_path, status=2)
-    assert r.stderr == f"shohin: unknown partition 'nowhere'; there are {PARTITION}\n"
+    assert r.stderr == f"shohin: unknown partition 'nowhere'; there are {PARTITION}, urgent\n"
