@@ -290,7 +290,7 @@ def outcomes(run: Run, reference: Run, at: int, old: str, new: str) -> dict:
                 skipped=skipped, skipped_share=skipped / max(1, int((run.step >= at).sum())), stopped=run.result["stopped"],
                 damage=d, damage_new=d[new], damage_old=d[old], mean_probe=float(np.mean([run.probe(x, run.result["steps"]) for x in d])))
 
-# %% ../nbs/42_experiment.ipynb #b0a538df
+# %% ../nbs/42_experiment.ipynb #94acb872
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -355,6 +355,11 @@ class Sweep:
         if (self.runs / key / "result.json").exists(): return make_record(self.runs / key)
         if self.records and job not in self.ignored and (f := Path(self.records) / f"{key}.json").exists(): return json.loads(f.read_text())
 
+    @staticmethod
+    def whole(record, cfg) -> bool:
+        "Is there a record, and did its run keep the checkpoints that are asked for?"
+        return bool(record) and all(str(k) in record["result"]["kept"] for k in cfg.keep)
+
     def missing(self) -> list:
         "[(arm, seed), ...] that are not in the cache, parents first; what is there is taken into `done`. Trains and builds nothing."
         for seed in self.seeds:
@@ -363,7 +368,7 @@ class Sweep:
                 if (a.name, seed) in self.done or (a.parent and parent is None): continue
                 if not (_corpus(self.profile, seed, a.corpus, self.data)[0] / "manifest.json").exists(): continue
                 cfg = self.config(a, seed); record = self.find(key_of(cfg, self.manifest(cfg.corpus)), (a.name, seed))
-                if record and not any(str(k) not in record["result"]["kept"] for k in cfg.keep): self.done[a.name, seed] = Run(record, parent)
+                if self.whole(record, cfg): self.done[a.name, seed] = Run(record, parent)
         return [(a.name, s) for s in self.seeds for a in self.arms if (a.name, s) not in self.done]
 
     def _allowed(self, todo):
@@ -401,8 +406,7 @@ class Sweep:
         if a.parent and parent is None: return
         cfg = self.config(a, seed); key = key_of(cfg, self.manifest(cfg.corpus))
         record = self.find(key, (name, seed))
-        if record and not any(str(k) not in record["result"]["kept"] for k in cfg.keep):
-            self.done[name, seed] = Run(record, parent); return
+        if self.whole(record, cfg): self.done[name, seed] = Run(record, parent); return
         if len(live) >= self.profile["jobs"]: return
         if parent is not None and not (self.runs / parent.key / "checkpoints" / f"step_{a.at:08d}").exists():
             if os.environ.get("SHOHIN_TRAIN"): raise UserError(f"the checkpoint of {a.parent}/{seed} that {name} forks from is gone; submit again")

@@ -6,9 +6,9 @@
 __all__ = ['KINDS', 'STABILITY', 'StabilityConfig', 'load_config', 'check', 'StabilityOptimizers', 'StabilityTrainer',
            'trainer_for', 'key_of', 'main']
 
-# %% ../nbs/25_stability.ipynb #2b577e6e
+# %% ../nbs/25_stability.ipynb #547391d7
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,15 +36,11 @@ class StabilityConfig(DistributedConfig):
     break_lr: dict | None = None     # {"step", "steps", "factor"}: learning rate times that
     watch: bool = False              # log each layer's update norm, and RMS_t of AdamW's tensors
 
-# %% ../nbs/25_stability.ipynb #023c5385
+# %% ../nbs/25_stability.ipynb #89d571f3
 def load_config(d: dict) -> RunConfig:
     "A config from JSON: a `StabilityConfig` if it has one of its fields."
-    if set(d) <= {f.name for f in fields(DistributedConfig)}: return train_config(d)
-    known = {f.name for f in fields(StabilityConfig)}
-    if bad := sorted(set(d) - known): raise UserError(f"config has unknown field {bad[0]!r}; known: {', '.join(sorted(known))}")
-    try: cfg = StabilityConfig(**d)
-    except TypeError as e: raise UserError(f"config: {str(e).replace('StabilityConfig.__init__() ', '')}") from None
-    return replace(cfg, probe_windows=tuple(tuple(w) for w in cfg.probe_windows), keep=tuple(cfg.keep), skip_steps=tuple(cfg.skip_steps))
+    cfg = train_config(d, (RunConfig, DistributedConfig, StabilityConfig))
+    return replace(cfg, skip_steps=tuple(cfg.skip_steps)) if isinstance(cfg, StabilityConfig) else cfg
 
 # %% ../nbs/25_stability.ipynb #dd326c52
 KINDS = ("noise", "repeat", "shuffle")
@@ -91,7 +87,7 @@ class StabilityOptimizers(RankOptimizers):
             self.clip = clip
             if clip and norms is not None: clip.load_state_dict(dict(norms=norms))
 
-# %% ../nbs/25_stability.ipynb #9dabef67
+# %% ../nbs/25_stability.ipynb #d633e60b
 STABILITY = (*DISTRIBUTED, ("stability", "StabilityTrainer"))
 
 class StabilityTrainer(DistributedTrainer):
@@ -147,14 +143,12 @@ class StabilityTrainer(DistributedTrainer):
         return Decision(False, "planned")
 
     def apply(self, decision):
-        if not self.cfg.rewarm_only: super().apply(decision)
-        else:
-            if decision.reason == "clip": torch.nn.utils.clip_grad_norm_(self.model.parameters(), decision.to)
-            self.optim.set_lr(self.lr(self.now))
-            part = self.optim.adamw if self.cfg.rewarm_only == "adamw" else self.optim.muon
-            part.param_groups[0]["lr"] *= self.again(self.now)
-            self.optim.step()
+        super().apply(decision)
         if self.cfg.watch: self.rms = torch.stack([r.clamp(max=1e6) for r in adam_rms(self.optim.adamw).values()])
+
+    def set_rates(self):
+        super().set_rates()
+        if only := self.cfg.rewarm_only: getattr(self.optim, only).param_groups[0]["lr"] *= self.again(self.now)
 
     def layers(self) -> list:
         "Names of the parameters of each layer; the last list is what is in none."

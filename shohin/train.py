@@ -77,12 +77,12 @@ class DistributedConfig(RunConfig):
     autocast: str = ""               # "bf16": the forward pass
     compile: bool = False            # with torch.compile
 
-# %% ../nbs/20_train.ipynb #07424e6e
-def load_config(d: dict) -> RunConfig:
-    "A `RunConfig` from JSON, a `DistributedConfig` if it has one of its fields; an unknown or missing name is one clear line."
-    known = {f.name for f in fields(DistributedConfig)}
+# %% ../nbs/20_train.ipynb #2cbd67da
+def load_config(d: dict, kinds=(RunConfig, DistributedConfig)) -> RunConfig:
+    "A config from JSON, of the first of `kinds` that has all its fields; an unknown or missing name is one clear line."
+    known = {f.name for f in fields(kinds[-1])}
     if bad := sorted(set(d) - known): raise UserError(f"config has unknown field {bad[0]!r}; known: {', '.join(sorted(known))}")
-    kind = RunConfig if set(d) <= {f.name for f in fields(RunConfig)} else DistributedConfig
+    kind = next(k for k in kinds if set(d) <= {f.name for f in fields(k)})
     try: cfg = kind(**d)
     except TypeError as e: raise UserError(f"config: {str(e).replace(f'{kind.__name__}.__init__() ', '')}") from None
     return replace(cfg, probe_windows=tuple(tuple(w) for w in cfg.probe_windows), keep=tuple(cfg.keep))
@@ -450,7 +450,7 @@ class Stop:
             except OSError: self.asked = True
         return self.asked
 
-# %% ../nbs/20_train.ipynb #708235f9
+# %% ../nbs/20_train.ipynb #0f0822ed
 class DistributedTrainer(Trainer):
     "Train one `DistributedConfig` on the ranks that torchrun started, or alone on a GPU; resumes on any number of ranks."
     SOURCE = DISTRIBUTED         # what its runs' key reaches
@@ -521,7 +521,9 @@ class DistributedTrainer(Trainer):
 
     def apply(self, decision):
         if decision.reason == "clip": torch.nn.utils.clip_grad_norm_(self.model.parameters(), decision.to)
-        self.optim.set_lr(self.lr(self.now)); self.optim.step()
+        self.set_rates(); self.optim.step()
+
+    def set_rates(self): self.optim.set_lr(self.lr(self.now))
 
     def after_update(self):
         "Numbers (k,) about the last update, still on the device."
