@@ -9,7 +9,7 @@ __all__ = ['VERDICTS', 'ASSETS', 'FILTERS', 'DOMAIN_COLORS', 'DOMAIN_LINES', 'SK
            'plot_loss', 'plot_probes', 'plot_arms', 'plot_dots', 'plot_outcomes', 'outcome_table', 'show_claims',
            'show_arms', 'quoted', 'build_site', 'check_pages']
 
-# %% ../nbs/41_report.ipynb #d7ff5833
+# %% ../nbs/41_report.ipynb #e92c3e0f
 import base64
 import hashlib
 import html
@@ -24,6 +24,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 import numpy as np
 from .diagnose import applied_mask
 from .shards import UserError
@@ -207,13 +208,18 @@ def thin(x, y, points: int = 600) -> tuple[np.ndarray, np.ndarray]:
     keep = sorted(keep)
     return x[keep], y[keep]
 
-# %% ../nbs/41_report.ipynb #a6f77e72
+# %% ../nbs/41_report.ipynb #dc0dea14
 def _svg(fig) -> str:
     "The figure as SVG, the same bytes for the same figure: no date, fixed ids, no prologue."
     out = io.StringIO()
     fig.savefig(out, format="svg", metadata=dict.fromkeys(["Date", "Creator", "Format", "Type"]))
     svg = out.getvalue()
-    return svg[svg.index("<svg"):]
+    return re.sub(r'(?<= d=")[^"]+|(?<= [xy]=")[^"]+', lambda m: _short(m[0]), svg[svg.index("<svg"):])
+
+def _short(path: str) -> str:
+    "The same path to a hundredth of a point: a page is mostly coordinates."
+    path = re.sub(r"-?\d+\.\d+", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), path)
+    return re.sub(r"\s*([A-Za-z])\s*", r"\1", path.strip()).replace("\n", " ")
 
 def show_figure(fig, alt: str, caption: str, table=None, max_bytes: int = 120_000):
     """Show `fig` with its alternative text, its caption and, in `table` (rows as for `show_table`), its numbers.
@@ -453,7 +459,7 @@ def _label(source: str) -> str:
     first = source.strip().splitlines()[0] if source.strip() else ""
     return first.lstrip("# ").strip() if first.startswith("#") else "Code"
 
-# %% ../nbs/41_report.ipynb #1e9d101e
+# %% ../nbs/41_report.ipynb #c2dc84d0
 def _page(nb, result: dict, name: str) -> str:
     "One experiment as a self-contained page."
     from markupsafe import Markup
@@ -476,8 +482,12 @@ def _page(nb, result: dict, name: str) -> str:
     return printable(exporter.from_notebook_node(nb, {"metadata": {"name": name}})[0])
 
 def _data_uri(data: str, mime: str) -> str:
-    "An image as the page carries it. As an <img> an SVG can run nothing, and two figures' ids never meet."
-    return f"data:{mime};base64,{base64.b64encode(data.encode()).decode() if mime == 'image/svg+xml' else data.strip()}"
+    """An image as the page carries it. As an <img> an SVG can run nothing, and two figures' ids never meet. SVG goes in as text with what
+    an address can't have escaped: a quarter smaller than base64."""
+    if mime != "image/svg+xml": return f"data:{mime};base64,{data.strip()}"
+    data = re.sub(r"\s+", " ", re.sub(r"<!--.*?-->", "", data, flags=re.S)).replace("> <", "><")
+    if "'" not in data: data = data.replace('"', "'")
+    return f"data:{mime}," + quote(data, safe=" '=:;/,.()!*@")
 
 def _digest(result: dict) -> str:
     "SHA-256 of the results a page was made from."
