@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'shard_rows', 'shards_for', 'corpus_for', 'Planned',
-           'planned_manifest', 'corpus_manifest', 'block_plan', 'base_config', 'Arm', 'check_arms', 'make_record',
-           'Run', 'loss_ratios', 'ratio_at', 'worst_ratio', 'first_jump', 'pinned_ratio', 'recovery_steps', 'damage',
-           'peak_step', 'outcomes', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'criterion_history', 'judge',
-           'write_results']
+           'planned_manifest', 'corpus_manifest', 'block_plan', 'base_config', 'FromParent', 'Arm', 'check_arms',
+           'make_record', 'Run', 'loss_ratios', 'ratio_at', 'worst_ratio', 'first_jump', 'pinned_ratio',
+           'recovery_steps', 'damage', 'peak_step', 'outcomes', 'Spike', 'spikes', 'share_in_spike', 'rate_ratio',
+           'wilson', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'criterion_history', 'judge', 'write_results']
 
-# %% ../nbs/42_experiment.ipynb #c905608e
+# %% ../nbs/42_experiment.ipynb #83bd8c36
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -127,10 +128,15 @@ def base_config(profile: dict) -> dict:
     return dict(model=p["model"], optim=p["optim"], batch_size=p["batch_size"], seq_len=p["seq_len"], warmup=p["warmup"],
                 horizon=p["horizon"], probe_every=p["probe_every"], probe_rows=p["probe_rows"], threads=p["threads"], **(many if "ranks" in p else {}))
 
-# %% ../nbs/42_experiment.ipynb #e176de0a
+# %% ../nbs/42_experiment.ipynb #5e36ffbe
+@dataclass(frozen=True)
+class FromParent:
+    "A change that is known when the parent has been trained: `f(run)` of the parent's `Run`, for example the step of its first spike."
+    f: object
+
 class Arm:
     """A name, the config fields that differ from the base (`changes`), and where it forks from (`parent`'s checkpoint at step `at`).
-    A change may be a function of the seed, to counterbalance over seeds what cannot be varied within one."""
+    A change may be a function of the seed, to counterbalance over seeds what cannot be varied within one, or `FromParent`."""
     def __init__(self, name, parent=None, at=None, corpus="bytes", **changes):
         self.name, self.parent, self.at, self.corpus, self.changes = name, parent, at, corpus, changes   # corpus: its tokenizer
 
@@ -145,7 +151,7 @@ def check_arms(arms):
         out += ready; todo = [a for a in todo if a not in ready]
     return out
 
-# %% ../nbs/42_experiment.ipynb #d1fea188
+# %% ../nbs/42_experiment.ipynb #a957d186
 def _runs_of(values):
     "[[first index, value], ...] where the value changes."
     out = []
@@ -178,12 +184,14 @@ def make_record(folder, limit=20_000) -> dict:
         cfg = {k: v for k, v in cfg.items() if k not in ("corpus", "keep", "checkpoint_every", "checkpoint_s")}
         if seen := [r for r in rows if "max_attention_logit" in r]:
             log["attention"] = dict(step=[r["step"] for r in seen], layers=[[_significant(x) for x in r["max_attention_logit"]] for r in seen])
+        if rows and "layer_update_norm" in rows[0]: log["updates"] = dict(norm=[_significant(r["update_norm"], 3) for r in rows], rms=[_significant(r["rms_max"], 3) for r in rows],
+            shares=[[round(1000 * x / (r["update_norm"] or 1)) for x in map(float, r["layer_update_norm"])] for r in rows])   # per mille of the norm, layer by layer
         if len(order := json.dumps(cfg["order"], sort_keys=True)) > 2000: cfg["order"] = dict(kind=cfg["order"]["kind"], sha256=hashlib.sha256(order.encode()).hexdigest())   # a schedule of a thousand stages
         record = dict(key=result["key"], name=result["name"], config=cfg, versions=_versions(), result=result, log=log)
         if len(json.dumps(record, separators=(",", ":"))) <= limit: return record
     raise UserError(f"the record of run {result['key']} is over {limit} bytes; probe less often")
 
-# %% ../nbs/42_experiment.ipynb #bcac56e2
+# %% ../nbs/42_experiment.ipynb #66da0f22
 class Run:
     "What is known of a finished run: columns by step, probes, result. Made from a record, so that pages never depend on a run folder."
     def __init__(self, record: dict, parent=None):
@@ -194,6 +202,8 @@ class Run:
         self.grad_step = self.step[::log["every"]]; self.grad_norm = np.array([np.nan if x is None else x for x in log["grad_norm"]], float)
         self.decision = self._expand(log["decision"], n); self.domains = self._expand(log["domains"], n)
         a = log.get("attention", dict(step=[], layers=[])); self.attention_step = np.array(a["step"], int); self.attention = np.array(a["layers"], float)   # (captures, layers)
+        u = log.get("updates", dict(norm=[], rms=[], shares=[])); self.update_norm, self.rms = (np.array(u[k], float) for k in ("norm", "rms"))   # of a watched run, by step; None -> nan
+        self.layer_update_norm = np.array(u["shares"], float) * self.update_norm[:, None] / 1000 if len(u["shares"]) else np.zeros((0, 0))                # (steps, layers and the rest)
         p = dict(log["probes"]); self.probe_step = np.array(p.pop("step", []), int); self.probes = {d: np.array(v, float) for d, v in p.items()}
 
     @staticmethod
@@ -290,7 +300,56 @@ def outcomes(run: Run, reference: Run, at: int, old: str, new: str) -> dict:
                 skipped=skipped, skipped_share=skipped / max(1, int((run.step >= at).sum())), stopped=run.result["stopped"],
                 damage=d, damage_new=d[new], damage_old=d[old], mean_probe=float(np.mean([run.probe(x, run.result["steps"]) for x in d])))
 
-# %% ../nbs/42_experiment.ipynb #94acb872
+# %% ../nbs/42_experiment.ipynb #40807cd5
+class Spike(NamedTuple):
+    "Indices into a series: the first value above the threshold, the index after the last; the highest value over the level."
+    start: int
+    stop: int
+    peak: float
+
+def spikes(values, ratio=1.5, settle=1.2, window=48, calm=4, longest=200) -> list:
+    """The `Spike`s of a series: from the first value above `ratio` times the level until `calm` values in a row are under `settle` times it.
+    The level is the median of the last `window` values outside spikes, known after half a window. What is still up after
+    `longest` values is a new level; what is not finite counts as up."""
+    values = np.asarray(values, float); out, level, i = [], [], 0
+    while i < len(values):
+        at = float(np.median(level)) if len(level) >= window // 2 else math.nan
+        if not (values[i] > ratio * at or (math.isfinite(at) and not math.isfinite(values[i]))):
+            if math.isfinite(values[i]): level = [*level[1 - window:], float(values[i])]
+            i += 1; continue
+        up = values[i:i + longest]; low = np.convolve(up < settle * at, np.ones(calm), "valid") == calm if len(up) >= calm else np.zeros(0, bool)
+        n = int(np.argmax(low)) if low.any() else len(up)
+        peak = up[:max(n, 1)]; out.append(Spike(i, i + max(n, 1), float(np.nanmax(peak) / at) if np.isfinite(peak).any() else math.inf))
+        if not low.any(): level = []
+        i += max(n, 1)
+    return out
+
+def share_in_spike(values, found) -> float:
+    "Share of a series that is inside its spikes."
+    return sum(s.stop - s.start for s in found) / max(1, len(values))
+
+def rate_ratio(a, b, n_a=1., n_b=1., level=0.95) -> tuple:
+    """(ratio, low, high) of two rates from counts `a` over an exposure `n_a` and `b` over `n_b`: exact for counts that are Poisson,
+    conditional on a + b (Clopper and Pearson 1934 on a's share). Without any event: (nan, 0, inf)."""
+    n = a + b
+    if n == 0: return math.nan, 0., math.inf
+    above = lambda k, p: sum(math.comb(n, i) * p ** i * (1 - p) ** (n - i) for i in range(k, n + 1))      # P(X >= k)
+    def solve(f):
+        low, high = 0., 1.
+        for _ in range(60): low, high = ((low + high) / 2, high) if f((low + high) / 2) else (low, (low + high) / 2)
+        return low
+    odds = lambda p: p / (1 - p) * n_b / n_a
+    low = 0. if a == 0 else odds(solve(lambda p: above(a, p) < (1 - level) / 2))
+    high = math.inf if b == 0 else odds(solve(lambda p: 1 - above(a + 1, p) > (1 - level) / 2))
+    return (a / n_a) / (b / n_b) if b else math.inf, low, high
+
+def wilson(k: int, n: int, z=1.96) -> tuple:
+    "(share, low, high): Wilson's interval of k of n (Wilson 1927)."
+    if n == 0: return math.nan, 0., 1.
+    p = k / n; mid, half = (p + z * z / 2 / n) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
+    return p, max(0., mid - half), min(1., mid + half)
+
+# %% ../nbs/42_experiment.ipynb #4559ff0e
 def _git(*args, root=None):
     r = subprocess.run(["git", *args], cwd=root or repo_root(), capture_output=True, text=True)
     return r.stdout.strip() if r.returncode == 0 else ""
@@ -327,14 +386,14 @@ class Sweep:
         if a.parent:
             p = self.done[a.parent, seed]
             parent = dict(run=p.key, step=a.at, hash=p.result["kept"][str(a.at)])
-        d = self.fields(a, seed)
+        d = self.fields(a, seed) | {k: v.f(p) for k, v in a.changes.items() if isinstance(v, FromParent)}
         corpus = corpus_for(self.profile, seed, a.corpus, self.data)
         return load_config(dict(d, name=f"{self.experiment}/{a.name}/{seed}", corpus=str(corpus), model_seed=seed, parent=parent))
 
     def fields(self, a: Arm, seed: int) -> dict:
         "The config fields of an arm and seed that do not depend on what has been trained."
         keep = {c.at for c in self.arms if c.parent == a.name} | set(self.base.get("keep", ())) | set(a.changes.get("keep", ()))
-        d = dict(self.base, **{k: v(seed) if callable(v) else v for k, v in a.changes.items()})
+        d = dict(self.base, **{k: v(seed) if callable(v) else v for k, v in a.changes.items() if not isinstance(v, FromParent)})
         return dict(d, keep=[k for k in sorted(keep) if k <= d["steps"]])
 
     def planned(self) -> dict:
