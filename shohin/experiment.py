@@ -7,7 +7,8 @@ __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'shard_rows', 's
            'planned_manifest', 'corpus_manifest', 'block_plan', 'base_config', 'FromParent', 'Arm', 'check_arms',
            'make_record', 'Run', 'loss_ratios', 'ratio_at', 'worst_ratio', 'first_jump', 'pinned_ratio',
            'recovery_steps', 'damage', 'peak_step', 'outcomes', 'Spike', 'spikes', 'share_in_spike', 'rate_ratio',
-           'wilson', 'Sweep', 'CliffArms', 'Progress', 'verdict', 'criterion_history', 'judge', 'write_results']
+           'wilson', 'Sweep', 'CliffArms', 'UnstableArms', 'Progress', 'verdict', 'criterion_history', 'judge',
+           'write_results']
 
 # %% ../nbs/42_experiment.ipynb #83bd8c36
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
@@ -582,6 +583,39 @@ class CliffArms:
     def pick(self, *names):
         arms = self.arms()
         return [arms[n] for n in names or arms]
+
+# %% ../nbs/42_experiment.ipynb #06cb550c
+class UnstableArms:
+    "A host run with loss spikes, `host-1` to `host-5`, and arms that are treated from the end of `host-2` to its end."
+    def __init__(self, profile):
+        p, n = profile, profile["spike_segment"]
+        self.segment, self.fork, self.end, self.circle, self.rewarm = n, 2 * n, 5 * n, p["spike_circle"], max(2, n // 3)
+        self.optim = dict(no_muon=True, adamw_lr=p["spike_lr"], betas=[.9, .95])
+        self.model = dict(p["proxy_small"], qk_norm=False)
+        self.common = dict(guard="none", batch_size=p["proxy_batch"], seq_len=p["proxy_seq"], warmup=max(2, n // 15), horizon=1000 * n, probe_every=0)
+        self.free = self.end - self.fork - self.rewarm                  # steps in which every arm is at its full rate
+
+    def order(self, first=0):
+        "The first `circle` batches, again and again; begun `first` steps into them."
+        c = self.circle
+        return dict(kind="contiguous", data_seed=1, restarts=sorted({0, *range((-first) % c, self.end, c)}))
+
+    def start(self, name, steps, **changes):
+        "An arm from step 0."
+        return Arm(name, **dict(self.common, model=self.model, optim=self.optim, order=self.order(), steps=steps) | changes)
+
+    def host(self):
+        first = self.start("host-1", self.segment)
+        return [first, *(Arm(f"host-{i}", f"host-{i - 1}", (i - 1) * self.segment, **dict(first.changes, steps=i * self.segment, watch=True)) for i in range(2, 6))]
+
+    def treat(self, name, parent="host-2", at=None, **changes):
+        "An arm that is treated from the end of `host-2`, or from a checkpoint of another segment, to the host's end."
+        return Arm(name, parent, self.fork if at is None else at, **dict(self.start("", self.end).changes) | changes)
+
+    def whole(self, runs, seed, column="loss"):
+        "(steps, values) of the host; what only watched runs have begins with the second segment."
+        parts = [runs[f"host-{i}", seed] for i in range(1 if column == "loss" else 2, 6)]
+        return np.concatenate([r.step for r in parts]), np.concatenate([getattr(r, column) for r in parts])
 
 # %% ../nbs/42_experiment.ipynb #68aab020
 class Progress:
