@@ -584,12 +584,12 @@ class CliffArms:
         arms = self.arms()
         return [arms[n] for n in names or arms]
 
-# %% ../nbs/42_experiment.ipynb #06cb550c
+# %% ../nbs/42_experiment.ipynb #76a3fde0
 class UnstableArms:
-    "A host run with loss spikes, `host-1` to `host-5`, and arms that are treated from the end of `host-2` to its end."
+    "A host run with loss spikes, `host-1` to `host-4`, and arms that are treated from the end of `host-1` to its end."
     def __init__(self, profile):
         p, n = profile, profile["spike_segment"]
-        self.segment, self.fork, self.end, self.circle, self.rewarm = n, 2 * n, 5 * n, p["spike_circle"], max(2, n // 3)
+        self.segment, self.fork, self.end, self.circle, self.rewarm = n, n, 4 * n, p["spike_circle"], max(2, n // 3)
         self.optim = dict(no_muon=True, adamw_lr=p["spike_lr"], betas=[.9, .95])
         self.model = dict(p["proxy_small"], qk_norm=False)
         self.common = dict(guard="none", batch_size=p["proxy_batch"], seq_len=p["proxy_seq"], warmup=max(2, n // 15), horizon=1000 * n, probe_every=0)
@@ -606,15 +606,15 @@ class UnstableArms:
 
     def host(self):
         first = self.start("host-1", self.segment)
-        return [first, *(Arm(f"host-{i}", f"host-{i - 1}", (i - 1) * self.segment, **dict(first.changes, steps=i * self.segment, watch=True)) for i in range(2, 6))]
+        return [first, *(Arm(f"host-{i}", f"host-{i - 1}", (i - 1) * self.segment, **dict(first.changes, steps=i * self.segment, watch=True)) for i in range(2, 5))]
 
-    def treat(self, name, parent="host-2", at=None, **changes):
-        "An arm that is treated from the end of `host-2`, or from a checkpoint of another segment, to the host's end."
+    def treat(self, name, parent="host-1", at=None, **changes):
+        "An arm that is treated from the end of `host-1`, or from a checkpoint of another segment, to the host's end."
         return Arm(name, parent, self.fork if at is None else at, **dict(self.start("", self.end).changes) | changes)
 
     def whole(self, runs, seed, column="loss"):
         "(steps, values) of the host; what only watched runs have begins with the second segment."
-        parts = [runs[f"host-{i}", seed] for i in range(1 if column == "loss" else 2, 6)]
+        parts = [runs[f"host-{i}", seed] for i in range(1 if column == "loss" else 2, 5)]
         return np.concatenate([r.step for r in parts]), np.concatenate([getattr(r, column) for r in parts])
 
 # %% ../nbs/42_experiment.ipynb #68aab020
