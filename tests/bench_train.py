@@ -50,3 +50,22 @@ def test_trainer_costs_under_ten_percent(tmp_path):
     total = b + save / 100
     print(f"\nbare {1e3 * a:.1f} ms, trainer {1e3 * b:.1f} ms, checkpoint {1e3 * save:.0f} ms every 100 steps: {100 * (total / a - 1):+.1f} %")
     assert total < 1.10 * a
+
+
+def test_attention_logits_cost_under_five_percent(tmp_path):
+    """A step that captures the largest attention logit of each layer against one that does not, at the cadence of the experiments (every
+    20 steps) and at every step; the cpu profile's model and the small one of the unstable runs. Off, the model runs the same operations as one that has no capture."""
+    prof = load_profile("cpu")
+    for name, model, rows, seq in (("model", prof["model"], prof["batch_size"], prof["seq_len"]), ("proxy_small", prof["proxy_small"], prof["proxy_batch"], prof["proxy_seq"])):
+        d = dict(base_config(prof), model=model, batch_size=rows, seq_len=seq, order=dict(kind="interleaved"), guard="none", steps=10**6, name="bench", corpus=str(corpus_for(prof, 1)), probe_every=0)
+        on, off = (Trainer(replace(load_config(dict(d, attn_every=k)), probe_windows=()), tmp_path / f"{name}{k}") for k in (1, 0))
+        times = {on: [], off: []}
+        for t in times: t.step()
+        for _ in range(6):
+            for t, seen in times.items():
+                t0 = time.perf_counter()
+                for _ in range(10): t.step()
+                seen.append((time.perf_counter() - t0) / 10)
+        a, b = (statistics.median(times[t]) for t in (on, off))
+        print(f"\n{name}: step {1e3 * b:.1f} ms, with capture {1e3 * a:.1f} ms ({100 * (a / b - 1):+.1f} %); every 20 steps {100 * (a / b - 1) / 20:+.2f} %")
+        assert (a / b - 1) / 20 < 0.05
