@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['state_names', 'carry_optimizer', 'WarmStart', 'add_qk_norm', 'build', 'measure_gains', 'fit_gains', 'compare',
-           'open_checkpoint', 'write_run', 'warmstart_checkpoint', 'qwen3_config', 'weight_files', 'hf_add_qk_norm']
+           'QKNormRamp', 'open_checkpoint', 'write_run', 'warmstart_checkpoint', 'qwen3_config', 'weight_files',
+           'hf_add_qk_norm']
 
 # %% ../nbs/21_warmstart.ipynb #25262165
 import copy
@@ -129,6 +130,24 @@ def compare(old, new, rows):
     ce = [F.cross_entropy(x.flatten(0, 1), rows[:, 1:].flatten()).item() for x in (a, b)]
     kl = F.kl_div(b.log_softmax(-1), a.log_softmax(-1), reduction="sum", log_target=True).item() / a[..., 0].numel()
     return dict(loss_before=ce[0], loss_after=ce[1], kl=kl, max_logit_change=(a - b).abs().max().item())
+
+# %% ../nbs/21_warmstart.ipynb #0ab4759a
+class QKNormRamp:
+    """QK-norm that sets in: while it lasts, queries and keys x of `model` (which has QK-norm) become x (gain/rms(x))^share.
+
+    Set `share` before each step of your own loop, from 0 to 1; `remove()` ends it."""
+    def __init__(self, model, share=0.):
+        if not model.cfg.qk_norm: raise UserError("the model has no QK-norm that could set in (model.qk_norm=false): add_qk_norm first")
+        self.share = share
+        self.hooks = [n.register_forward_hook(self._mix) for b in model.blocks for n in (b.attn.q_norm, b.attn.k_norm)]
+
+    def _mix(self, norm, args, out):
+        if self.share >= 1: return out
+        x = args[0]
+        return x * (norm.weight.clamp(min=1e-6) * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()) ** self.share      # a power of a positive number
+
+    def remove(self):
+        for h in self.hooks: h.remove()
 
 # %% ../nbs/21_warmstart.ipynb #80459935
 def open_checkpoint(path):

@@ -259,3 +259,19 @@ def test_a_folder_that_is_no_llama_is_refused(tmp_path):
         hf_add_qk_norm(tmp_path/"llama", tmp_path/"out", {f"blocks.{i}.attn.{x}_norm.weight": torch.ones(8) for i in range(2) for x in "qk"})
     assert not (tmp_path/"out").exists() and not list(tmp_path.glob(".*"))
     assert asdict(from_hf_config(json.loads((tmp_path/"qwen"/"config.json").read_text())))["qk_norm"]
+
+
+@pytest.mark.parametrize("share", [0., .3, 1.])
+def test_qk_norm_sets_in_by_its_share(share):
+    "Queries are x (gain/rms)^share, gradients finite even for a query of nothing but zeros, names of tensors as without the ramp."
+    _, _, weights, *_ = trained()
+    model = build(add_qk_norm(SMALL, weights, gains=measure_gains(GPT(SMALL), rows(), "rms")))
+    names, attn, x = list(dict(model.named_parameters())), model.blocks[1].attn, torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
+    x[0, 0] = 0
+    W.QKNormRamp(model, share)
+    want = x * (attn.q_norm.weight / (x.square().mean(-1, keepdim=True) + SMALL.norm_eps).sqrt()) ** share
+    torch.testing.assert_close(attn.q_norm(x), want)
+    if share == 0: assert torch.equal(attn.q_norm(x), x)
+    model.loss(rows()).total.backward(); y = attn.q_norm(x.requires_grad_()); y.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters()) and torch.isfinite(x.grad).all()
+    assert list(dict(model.named_parameters())) == names == list(model.state_dict())
