@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['VERDICTS', 'ASSETS', 'FILTERS', 'DOMAIN_COLORS', 'DOMAIN_LINES', 'SKIP_COLOR', 'INK', 'OUTCOMES', 'SOURCES',
-           't_within', 't_quantile', 'Interval', 'interval', 'number', 'printable', 'human', 'lookup', 'cite',
-           'seeds_label', 'short', 'show_table', 'domain_color', 'style', 'thin', 'show_figure', 'read_log', 'reading',
-           'plot_loss', 'plot_probes', 'plot_arms', 'plot_dots', 'plot_outcomes', 'outcome_table', 'show_claims',
-           'show_arms', 'quoted', 'build_site', 'check_pages']
+           'COLOURED', 't_within', 't_quantile', 'Interval', 'interval', 'number', 'printable', 'human', 'lookup',
+           'cite', 'seeds_label', 'short', 'show_table', 'domain_color', 'style', 'thin', 'show_figure', 'read_log',
+           'reading', 'plot_loss', 'plot_probes', 'plot_arms', 'plot_dots', 'plot_outcomes', 'outcome_table',
+           'show_claims', 'show_arms', 'quoted', 'build_site', 'check_pages']
 
 # %% ../nbs/41_report.ipynb #e92c3e0f
 import base64
@@ -208,13 +208,15 @@ def thin(x, y, points: int = 600) -> tuple[np.ndarray, np.ndarray]:
     keep = sorted(keep)
     return x[keep], y[keep]
 
-# %% ../nbs/41_report.ipynb #dc0dea14
+# %% ../nbs/41_report.ipynb #efd62f08
 def _svg(fig) -> str:
     "The figure as SVG, the same bytes for the same figure: no date, fixed ids, no prologue."
     out = io.StringIO()
     fig.savefig(out, format="svg", metadata=dict.fromkeys(["Date", "Creator", "Format", "Type"]))
     svg = out.getvalue()
-    return re.sub(r'(?<= d=")[^"]+|(?<= [xy]=")[^"]+', lambda m: _short(m[0]), svg[svg.index("<svg"):])
+    svg = re.sub(r'(?<= d=")[^"]+|(?<= [xy]=")[^"]+', lambda m: _short(m[0]), svg[svg.index("<svg"):])
+    svg = re.sub(r'(<use [^>]*)transform="translate\(([\d.]+) 0\)"', lambda m: f'{m[1]}x="{_short(m[2])}"', svg)      # letters of a word
+    return svg.replace("xlink:href=", "href=").replace("DejaVuSans-", "g")
 
 def _short(path: str) -> str:
     "The same path to a hundredth of a point: a page is mostly coordinates."
@@ -445,14 +447,16 @@ def _prose(source: str, trusted: bool, toc: list, taken: set):
     out = re.sub(r"<table>(.*?)</table>", r'<div class="scroll" tabindex="0"><table>\1</table></div>', out, flags=re.S)
     return Markup(out.replace("<pre>", '<pre tabindex="0">'))
 
-# %% ../nbs/41_report.ipynb #20d02424
+# %% ../nbs/41_report.ipynb #51fd7551
+COLOURED = "c|c1|cm|ch|sd|s|s1|s2|sa|si|se|k|kn|kc|kd|ow|mi|mf|mh"      # classes of Pygments that style.css knows
+
 def _highlight(source: str):
-    "Python source as HTML spans, coloured by the page's own style sheet."
+    "Python source as HTML spans, coloured by the page's own style sheet; what it leaves black gets no span."
     from markupsafe import Markup
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
-    return Markup(highlight(source, PythonLexer(), HtmlFormatter(nowrap=True)))
+    return Markup(re.sub(rf'<span class="(?!(?:{COLOURED})")[^"]*">([^<]*)</span>', r"\1", highlight(source, PythonLexer(), HtmlFormatter(nowrap=True))))
 
 def _label(source: str) -> str:
     "What a folded cell is called: its first line if that is a comment."

@@ -383,3 +383,13 @@ def test_links_between_the_published_pages_lead_somewhere():
     site = Path(__file__).resolve().parents[1] / "reports"
     broken = [f"{page.name}: {link}" for page in site.glob("*.html") for link in set(re.findall(r'href="([^"#:]+)', page.read_text(encoding="utf-8"))) if not link.startswith("data") and not (site / link).exists()]
     assert not broken, broken
+
+
+def test_code_has_spans_for_what_is_coloured_and_no_others():
+    import re
+    from shohin.report import ASSETS, COLOURED, _highlight
+    rules = [r.split("{")[0] for r in re.findall(r"[^{}]+\{[^}]*\}", (ASSETS / "style.css").read_text()) if "var(--soft)" in r or "var(--string)" in r or "var(--keyword)" in r or "var(--number)" in r]
+    short = {c for r in rules for c in re.findall(r"\.([a-z][a-z0-9]?)\b(?!-)", r)}
+    assert set(COLOURED.split("|")) <= short
+    html = str(_highlight("def f(x):\n    return x < 1  # one & only\n"))
+    assert set(re.findall(r'class="(\w+)"', html)) == {"k", "mi", "c1"} and "x &lt; " in html and re.sub(r"</?span[^>]*>", "", html).count("<") == 0
