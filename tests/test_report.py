@@ -387,6 +387,7 @@ def test_links_between_the_published_pages_lead_somewhere():
 
 def test_code_has_spans_for_what_is_coloured_and_no_others():
     import re
+
     from shohin.report import ASSETS, COLOURED, _highlight
     rules = [r.split("{")[0] for r in re.findall(r"[^{}]+\{[^}]*\}", (ASSETS / "style.css").read_text()) if "var(--soft)" in r or "var(--string)" in r or "var(--keyword)" in r or "var(--number)" in r]
     short = {c for r in rules for c in re.findall(r"\.([a-z][a-z0-9]?)\b(?!-)", r)}
