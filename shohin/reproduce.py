@@ -23,7 +23,7 @@ EXPERIMENTS = (*FIRST, "anatomy", "diagnose",
                "muon-lr", "adamw-lr", "fresh-opt", "no-muon", "data-seed", "model-size", "trust-clamp",
                "base-history", "gnorm-guard", "guard-history", "one-update", "spike-batches", "scan-peek", "block-length",
                "amnesia", "timing", "bisection",      # bisection reads the results of the others
-               "instability", "interventions", "update-leads-loss", "fine-or-bad", "qk-norm-warm-start")   # the Marin report
+               "instability", "interventions", "update-leads-loss", "fine-or-bad", "qk-norm-warm-start", "qk-insertion")   # the Marin report
 
 GUIDES = ("nbs/cluster.ipynb",)
 
