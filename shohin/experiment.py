@@ -6,9 +6,8 @@
 __all__ = ['CLAIMS', 'parameters', 'repo_root', 'load_profile', 'shard_rows', 'shards_for', 'corpus_for', 'Planned',
            'planned_manifest', 'corpus_manifest', 'block_plan', 'base_config', 'FromParent', 'Arm', 'check_arms',
            'make_record', 'Run', 'loss_ratios', 'ratio_at', 'worst_ratio', 'first_jump', 'pinned_ratio',
-           'recovery_steps', 'damage', 'peak_step', 'outcomes', 'Spike', 'spikes', 'share_in_spike', 'rate_ratio',
-           'wilson', 'Sweep', 'CliffArms', 'UnstableArms', 'Progress', 'verdict', 'criterion_history', 'judge',
-           'write_results']
+           'recovery_steps', 'damage', 'peak_step', 'outcomes', 'Spike', 'spikes', 'in_spikes', 'rate_ratio', 'wilson',
+           'Sweep', 'CliffArms', 'UnstableArms', 'Progress', 'verdict', 'criterion_history', 'judge', 'write_results']
 
 # %% ../nbs/42_experiment.ipynb #83bd8c36
 import hashlib, json, math, os, platform, shutil, subprocess, sys, time, tomllib
@@ -325,9 +324,11 @@ def spikes(values, ratio=1.5, settle=1.2, window=48, calm=4, longest=200) -> lis
         i += max(n, 1)
     return out
 
-def share_in_spike(values, found) -> float:
-    "Share of a series that is inside its spikes."
-    return sum(s.stop - s.start for s in found) / max(1, len(values))
+def in_spikes(values) -> np.ndarray:
+    "Which values of a series are inside one of its `spikes`: bool, of the same length."
+    out = np.zeros(len(values), bool)
+    for s in spikes(values): out[s.start:s.stop] = True
+    return out
 
 def rate_ratio(a, b, n_a=1., n_b=1., level=0.95) -> tuple:
     """(ratio, low, high) of two rates from counts `a` over an exposure `n_a` and `b` over `n_b`: exact for counts that are Poisson,
@@ -612,10 +613,18 @@ class UnstableArms:
         "An arm that is treated from the end of `host-1`, or from a checkpoint of another segment, to the host's end."
         return Arm(name, parent, self.fork if at is None else at, **dict(self.start("", self.end).changes) | changes)
 
-    def whole(self, runs, seed, column="loss"):
+    def host_series(self, runs, seed, column="loss"):
         "(steps, values) of the host; what only watched runs have begins with the second segment."
         parts = [runs[f"host-{i}", seed] for i in range(1 if column == "loss" else 2, 5)]
         return np.concatenate([r.step for r in parts]), np.concatenate([getattr(r, column) for r in parts])
+
+    def curve(self, runs, name, seed):
+        "(steps, losses) of an arm from step 0 on, its history with it; `control` is the host, left alone."
+        return runs["host-4" if name == "control" else name, seed].history()
+
+    def over_circle(self, steps, values):
+        "(steps, means of the last `circle` values): every batch once, so that no single one can raise the mean."
+        return steps[self.circle - 1:], np.convolve(values, np.ones(self.circle) / self.circle, "valid")
 
 # %% ../nbs/42_experiment.ipynb #68aab020
 class Progress:

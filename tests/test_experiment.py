@@ -202,7 +202,7 @@ def test_a_host_in_segments_is_one_run_and_its_spike_can_be_aimed_at(small, tmp_
     arms = [*u.host(), u.start("whole", u.end), u.treat("skip", "host-2", u.fork + 2, skip_steps=X.FromParent(largest))]
     s = Sweep("spikes", small, arms, [1], base_config(small), data=tmp_path)
     assert "skip_steps" not in next(r for r in s.planned()["runs"] if r["arm"] == "skip")["config"]
-    runs = s.run(); steps, loss = u.whole(runs, 1)
+    runs = s.run(); steps, loss = u.host_series(runs, 1)
     assert steps.tolist() == list(range(24)) and np.allclose(loss, runs["whole", 1].loss, atol=1e-3)      # logs of watched runs are rounded alike, sums may differ
     skipped = runs["skip", 1].step[~runs["skip", 1].applied]
     assert skipped.tolist() == list(largest(runs["host-2", 1])) and seen["run"].start == 6
