@@ -910,6 +910,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'shohin.report._result': ('report.html#_result', 'shohin/report.py'),
                                'shohin.report._short': ('report.html#_short', 'shohin/report.py'),
                                'shohin.report._show': ('report.html#_show', 'shohin/report.py'),
+                               'shohin.report._slim': ('report.html#_slim', 'shohin/report.py'),
                                'shohin.report._slug': ('report.html#_slug', 'shohin/report.py'),
                                'shohin.report._stretches': ('report.html#_stretches', 'shohin/report.py'),
                                'shohin.report._svg': ('report.html#_svg', 'shohin/report.py'),

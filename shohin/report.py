@@ -216,7 +216,17 @@ def _svg(fig) -> str:
     svg = out.getvalue()
     svg = re.sub(r'(?<= d=")[^"]+|(?<= [xy]=")[^"]+', lambda m: _short(m[0]), svg[svg.index("<svg"):])
     svg = re.sub(r'(<use [^>]*)transform="translate\(([\d.]+) 0\)"', lambda m: f'{m[1]}x="{_short(m[2])}"', svg)      # letters of a word
-    return svg.replace("xlink:href=", "href=").replace("DejaVuSans-", "g")
+    return _slim(svg.replace("xlink:href=", "href=").replace("DejaVuSans-", "g"))
+
+def _slim(svg: str) -> str:
+    "The same drawing, a third smaller: a style that is said again becomes a class; ids that nothing refers to and groups without attributes go."
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
+    said = Counter(re.findall(r' style="([^"]*)"', svg)); names = {style: f"s{i}" for i, style in enumerate(k for k, n in said.items() if n > 1)}
+    svg = re.sub(r' style="([^"]*)"', lambda m: f' class="{names[m[1]]}"' if m[1] in names else m[0], svg)
+    svg = svg.replace("</style>", "".join(f".{name}{{{style}}}" for style, name in names.items()) + "</style>", 1)
+    while (shorter := re.sub(r"<g>((?:(?!</?g\b).)*)</g>", r"\1", svg, flags=re.S)) != svg: svg = shorter
+    return svg
 
 def _short(path: str) -> str:
     "The same path to a hundredth of a point: a page is mostly coordinates."

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import bs4
@@ -330,6 +331,24 @@ def test_figures_are_equal_in_every_process():
     made = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": s, "MPLBACKEND": "agg", "HOME": "/nonexistent"}).stdout
             for s in ("1", "2")}
     assert len(made) == 1
+
+
+def test_the_slim_figure_draws_the_same():
+    "Every mark of the figure as matplotlib wrote it, in its order, with all that its groups, style and classes say of it."
+    def marks(svg):
+        tree = ET.fromstring(svg); css = dict(re.findall(r"\.(s\d+)\{([^}]*)\}", "".join(e.text for e in tree.iter() if e.tag.endswith("}style"))))
+        def walk(e, said):
+            said = [*said, *(f"{k}={v}" for k, v in e.attrib.items() if k not in ("id", "class", "d")), *([f"style={css[e.get('class')]}"] if "class" in e.attrib else [])]
+            if e.tag.endswith(("path", "use", "rect")): yield e.tag, e.get("d"), sorted(said)
+            for c in e: yield from walk(c, said)
+        return list(walk(tree, []))
+    report.style()
+    fig, axes = plt.subplots(1, 2, sharey=True)
+    for ax in axes: ax.semilogy(np.arange(90), np.exp(np.sin(np.arange(90))), "o--", label="loss"); ax.legend(); ax.text(3, 1, "a < b & c")
+    with pytest.MonkeyPatch.context() as m: m.setattr(report, "_slim", lambda svg: svg); plain = report._svg(fig)
+    slim = report._slim(plain)
+    assert len(slim) < .8 * len(plain) and len(marks(plain)) > 100 and marks(slim) == marks(plain)
+    plt.close(fig)
 
 
 def test_a_long_log_stays_small_and_keeps_its_spike():
